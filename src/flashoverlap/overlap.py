@@ -1,0 +1,122 @@
+"""The one switch that every overlapped operator takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MODES = ("auto", "flash", "slice", "collective", "off")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How an operator is to hide its communication.
+
+    Args:
+        mode: "flash" decomposes the collective (arXiv 2604.24013); "slice" is data slicing; "collective" calls the
+            backend's own collective and overlaps nothing; "off" moves the ideal bytes point to point and overlaps
+            nothing; "auto" is "flash" with a rule of thumb for ``splits`` (the report says so).
+        pattern: "direct" (rotated rounds between all pairs) or "ring" (neighbours only), for "flash" and "auto".
+        splits: parts that every piece is cut into, for "flash" and "auto"; None leaves it to the rule of thumb.
+        slices: number of slices for "slice"; None means 4.
+        strict: raise RuntimeError where the mode asked for is not the one taken, instead of reporting it.
+        accumulate_dtype: partial sums are added in this dtype, or in that of the tensors where it is wider, and
+            rounded once. With "ring" they also travel in it.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: an unknown name, a count below one, or an argument that its mode would ignore.
+    """
+
+    mode: str = "auto"
+    pattern: str = "direct"
+    splits: int | None = None
+    slices: int | None = None
+    strict: bool = False
+    accumulate_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for field, known in (("mode", MODES), ("pattern", ("direct", "ring")), ("accumulate_dtype", DTYPES)):
+            value = getattr(self, field)
+            if not isinstance(value, str):
+                raise TypeError(f"Overlap({field}=...) takes one of {', '.join(known)}, not {value!r}")
+            if value not in known:
+                raise ValueError(f"Overlap({field}={value!r}): unknown; known: {', '.join(known)}")
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"Overlap(strict=...) takes True or False, not {self.strict!r}")
+        for field in ("splits", "slices"):
+            _check_count(field, getattr(self, field))
+        decomposed = self.mode in ("auto", "flash")
+        if self.splits is not None and not decomposed:
+            raise ValueError(
+                f"splits={self.splits} means nothing in mode {self.mode!r}; it goes with 'flash' and 'auto'"
+            )
+        if self.pattern != "direct" and not decomposed:
+            raise ValueError(
+                f"pattern={self.pattern!r} means nothing in mode {self.mode!r}; it goes with 'flash' and 'auto'"
+            )
+        if self.slices is not None and self.mode != "slice":
+            raise ValueError(f"slices={self.slices} means nothing in mode {self.mode!r}; it goes with 'slice'")
+
+    def __str__(self) -> str:
+        parts = [f"mode={self.mode}"]
+        if self.mode in ("auto", "flash"):
+            parts += [f"pattern={self.pattern}", f"splits={self.splits or 'auto'}"]
+        if self.mode == "slice":
+            parts.append(f"slices={self.slices or 'auto'}")
+        return " ".join([*parts, f"accumulate={self.accumulate_dtype}"])
+
+
+def _check_count(field: str, count: object) -> None:
+    if count is None:
+        return
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"Overlap({field}=...) takes a whole number or None, not {count!r}")
+    if count < 1:
+        raise ValueError(f"Overlap({field}={count}): at least 1 is needed")
+
+
+class Choice(NamedTuple):
+    """The schedule that a call takes: its mode, pattern and splits, and why."""
+
+    mode: str
+    pattern: str
+    splits: int
+    code: str
+    reason: str
+
+    @property
+    def detail(self) -> str:
+        return f"{self.pattern} x{self.splits}" if self.mode in ("flash", "slice") else ""
+
+
+_FEWEST_ROWS = 256  # a matmul of fewer rows loses efficiency
+_MOST_SPLITS = 4
+_SLICES = 4
+
+
+def choose(overlap: Overlap, op: str, rows: Sequence[int]) -> Choice:
+    """What a call with pieces of these rows runs; the same on every rank, since it depends on what was agreed."""
+    if overlap.mode == "off":
+        return Choice("off", "sliced", 1, "asked", "nothing is overlapped, as asked")
+    if overlap.mode == "collective":
+        return Choice("collective", "collective", 1, "asked", "the backend's collective, as asked")
+    if overlap.mode == "slice":
+        slices = overlap.slices or _SLICES
+        return Choice(
+            "slice", "sliced", slices, "asked", f"{slices} slices, as {'asked' if overlap.slices else 'is usual'}"
+        )
+    if len(rows) == 1:
+        return Choice("flash", overlap.pattern, 1, "one_rank", "one rank has nothing to move")
+    if overlap.splits:
+        return Choice("flash", overlap.pattern, overlap.splits, "asked", f"{overlap.splits} splits, as asked")
+    splits = rule_of_thumb(op, rows)
+    return Choice("flash", overlap.pattern, splits, "rule_of_thumb", f"{splits} splits by rule of thumb, not by a plan")
+
+
+def rule_of_thumb(op: str, rows: Sequence[int]) -> int:
+    """Splits of a piece: as many as leave each matmul enough rows, fewer where many ranks cut finely already."""
+    most = max(2, 2 * _MOST_SPLITS // len(rows))
+    return max(1, min(most, max(rows) // _FEWEST_ROWS))

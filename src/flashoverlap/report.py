@@ -1,0 +1,97 @@
+"""What every call site asked for, what it got, and why: the report that is never silent."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Record:
+    """One call site's account.
+
+    ``bytes`` are what this rank sent, ``blocked_s`` the seconds that its program stood waiting for a piece, ``calls``
+    how often it ran; ``reason`` says in a sentence what the code ``reason_code`` stands for.
+    """
+
+    site: str
+    op: str
+    mode_asked: str
+    mode_taken: str
+    reason_code: str
+    reason: str
+    detail: str = ""
+    calls: int = 0
+    bytes: int = 0
+    blocked_s: float = 0.0
+
+
+@dataclass
+class Report:
+    """Records by call site; prints as a table."""
+
+    _records: dict[tuple[str, ...], Record] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, record: Record) -> None:
+        """Adds one call to its call site's record."""
+        key = (record.site, record.op, record.mode_asked, record.mode_taken, record.reason_code, record.detail)
+        with self._lock:
+            kept = self._records.setdefault(key, record)
+            if kept is not record:
+                kept.calls += record.calls
+                kept.bytes += record.bytes
+                kept.blocked_s += record.blocked_s
+
+    def clear(self) -> None:
+        """Forgets all records."""
+        with self._lock:
+            self._records.clear()
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The records, in the order in which their call sites were first met."""
+        with self._lock:
+            return tuple(self._records.values())
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Record:
+        return self.records[index]
+
+    def __str__(self) -> str:
+        head = ("call site", "operator", "asked", "taken", "calls", "MB sent", "blocked ms", "why")
+        rows = [
+            (
+                r.site,
+                r.op,
+                r.mode_asked,
+                f"{r.mode_taken} {r.detail}".rstrip(),
+                str(r.calls),
+                f"{r.bytes / 1e6:.1f}",
+                f"{r.blocked_s * 1e3:.1f}",
+                f"{r.reason_code}: {r.reason}",
+            )
+            for r in self.records
+        ]
+        width = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in (head, *rows)
+        )
+
+
+def call_site() -> str:
+    """``file.py:line`` of the nearest caller outside this package and outside torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("flashoverlap.", "torch.")):
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"

@@ -1,0 +1,131 @@
+"""One call of an operator: agreed between the ranks, run, and entered in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..overlap import Choice, Overlap, choose
+from ..patterns import build, split_sizes
+from ..report import Record, Report, call_site
+from .execute import Kernel, execute
+from .layout import Layout, layout
+from .staging import Lease
+from .transport import agree
+
+# What fo.report() shows; the records of a process are one table by nature.
+REPORT = Report()
+
+
+class Call:
+    """An operator's call on one group, forward and backward.
+
+    Args:
+        op: the operator's public name.
+        transport: of the group.
+        overlap: what the caller asked for.
+        like: a tensor of the call, for device and dtype.
+    """
+
+    def __init__(self, op: str, transport: Any, overlap: Overlap, like: torch.Tensor) -> None:
+        self.op, self.transport, self.overlap = op, transport, overlap
+        self.rank: int = transport.rank
+        self.world_size: int = transport.world_size
+        self.dtype, self.device = like.dtype, like.device
+        self.site = call_site()
+        self.accumulate = torch.promote_types(like.dtype, getattr(torch, overlap.accumulate_dtype))
+
+    def agree(self, phase: str, shared: str, shown: str, rows: int = 0) -> list[int]:
+        """Makes sure that all ranks make the same call (:func:`~flashoverlap.torch.transport.agree`)."""
+        if self.world_size == 1:
+            return [rows]
+        name = f"{self.op} {phase}".strip()
+        settings = f"{self.dtype} {self.overlap}"
+        with self.entered():
+            return agree(self.transport, f"{name} {settings} {shared}", f"{name}({shown}, {settings})", rows)
+
+    def agree_rows(self, shared: str, shown: str, rows: int) -> tuple[int, ...]:
+        """The same for a shard of ``rows`` rows: returns every rank's, which must be those of torch.tensor_split."""
+        owned = self.agree("", shared, shown, rows)
+        wanted = split_sizes(sum(owned), self.world_size)
+        if owned != wanted:
+            raise ValueError(
+                f"{self.op}: the ranks hold {owned} rows, {sum(owned)} in all; torch.tensor_split gives the "
+                f"{self.world_size} ranks {wanted}, and every rank must hold its own; nothing was sent"
+            )
+        return tuple(owned)
+
+    def choose(self, flow: str, rows: Sequence[int]) -> Choice:
+        """Mode, pattern and splits for pieces of these rows."""
+        return choose(self.overlap, flow, rows)
+
+    def layout(self, choice: Choice, outer: int, owned: tuple[int, ...], inner: int) -> Layout:
+        """The layout of a sharded tensor under a choice."""
+        return layout(outer, owned, inner, choice.splits)
+
+    def travels(self, choice: Choice) -> torch.dtype:
+        """Dtype in which partials are sent: where what is sent is a sum already, that of the accumulation."""
+        return self.accumulate if choice.pattern in ("ring", "collective") else self.dtype
+
+    @contextmanager
+    def leased(self) -> Iterator[Lease]:
+        """Staging for one run; not given back where the run fails ([Note: staging lifetime])."""
+        lease = Lease(self.transport.staging, self.device)
+        yield lease
+        lease.close()
+
+    def run(
+        self,
+        flow: str,
+        choice: Choice,
+        rows: Sequence[int],
+        widths: Mapping[str, int],
+        buffers: Callable[[str], torch.Tensor],
+        kernels: Mapping[str, Kernel],
+        phase: str = "",
+    ) -> None:
+        """Runs the schedule of ``flow`` and adds what it cost to the report.
+
+        Args:
+            flow: name of the flow (:mod:`flashoverlap.flow`).
+            rows: rows of each rank's piece.
+            widths: bytes of a row by letter of the piece.
+            buffers: gives the tensor of each name that is exchanged.
+            kernels: what runs each kernel.
+            phase: "" or "backward".
+        """
+        schedule = build(flow, rows, pattern=choice.pattern, splits=choice.splits, row_bytes=widths)
+        spans = getattr(self.transport, "spans", None)
+        with self.entered():
+            outcome = execute(schedule, self.transport, buffers, kernels, spans)
+        name = f"{self.op} {phase}".strip()
+        REPORT.add(
+            Record(
+                self.site,
+                name,
+                self.overlap.mode,
+                choice.mode,
+                choice.code,
+                choice.reason,
+                choice.detail,
+                1,
+                outcome.sent_bytes,
+                outcome.blocked_s,
+            )
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Keeps a second thread, or a kernel that calls an operator itself, off the group's channels."""
+        if not self.transport.busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{self.op}: another operator is running on this group at the moment; operators on one group must be "
+                "called one after another, in the same order on every rank; give a second thread a group of its own"
+            )
+        try:
+            yield
+        finally:
+            self.transport.busy.release()

@@ -1,0 +1,124 @@
+"""Running one rank's program: the executor's one loop.
+
+[Note: order] The program is issued in order. An exchange is posted and never blocks; a Compute first waits for what it
+reads. At the end all that is still under way is waited for, since the caller may then write to what was sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..schedule import Collective, Compute, Exchange, Schedule
+from ..trace import Span
+
+Kernel = Callable[[Compute], None]
+
+
+class Outcome(NamedTuple):
+    """What one run cost: seconds that the program stood waiting, and bytes that it sent in exchanges."""
+
+    blocked_s: float
+    sent_bytes: int
+
+
+def execute(
+    schedule: Schedule,
+    transport: Any,
+    buffers: Callable[[str], torch.Tensor],
+    kernels: Mapping[str, Kernel],
+    spans: list[Span] | None = None,
+) -> Outcome:
+    """Runs this rank's program of ``schedule``.
+
+    Args:
+        schedule: the programs of all ranks; sizes were agreed on beforehand.
+        transport: a :class:`~flashoverlap.torch.transport.Transport`.
+        buffers: gives the contiguous tensor of every name that is exchanged or part of a collective.
+        kernels: by kernel name, what runs a Compute; "" runs those that only add.
+        spans: where given, a span of every computation, wait and transfer is appended.
+
+    Raises:
+        PeerError: a peer died or stalled; the transport is then of no more use.
+    """
+    try:
+        return _run(schedule, transport, buffers, kernels, spans)
+    except BaseException as error:
+        transport.fail(error)  # transfers may be unfinished, and the peers wait for ours
+        raise
+
+
+def _run(
+    schedule: Schedule,
+    transport: Any,
+    buffers: Callable[[str], torch.Tensor],
+    kernels: Mapping[str, Kernel],
+    spans: list[Span] | None,
+) -> Outcome:
+    arriving: dict[str, Any] = {}
+    leaving: list[tuple[Exchange, Any]] = []
+    blocked_s, sent_bytes = 0.0, 0
+    clock = time.monotonic
+    for op in schedule.programs[transport.rank]:
+        if isinstance(op, Compute):
+            for name in op.reads + op.adds:
+                ticket = arriving.get(name)
+                if ticket is not None:
+                    blocked_s += _wait(ticket, name, transport.rank, spans)
+            if spans is None:
+                kernels[op.kernel](op)
+            else:
+                begin = clock()
+                kernels[op.kernel](op)
+                spans.append(Span(transport.rank, "compute", str(op), begin, clock()))
+        elif isinstance(op, Exchange):
+            data = buffers(op.send)
+            sent, received = transport.post(data, op.to, buffers(op.recv), op.frm, arriving.get(op.send))
+            arriving[op.recv] = received
+            leaving.append((op, sent))
+            sent_bytes += data.numel() * data.element_size()
+        else:
+            ticket = _start(op, transport, buffers)
+            arriving.update(dict.fromkeys(op.writes, ticket))
+    for name, ticket in arriving.items():
+        blocked_s += _wait(ticket, name, transport.rank, spans)
+    for op, ticket in leaving:
+        blocked_s += _wait(ticket, op.send, transport.rank, spans)
+    if spans is not None:
+        _add_transfers(spans, schedule, transport.rank, arriving, leaving)
+    return Outcome(blocked_s, sent_bytes)
+
+
+def _start(op: Collective, transport: Any, buffers: Callable[[str], torch.Tensor]) -> Any:
+    return transport.collective(op.kind, [buffers(name) for name in op.reads], [buffers(name) for name in op.writes])
+
+
+def _wait(ticket: Any, name: str, rank: int, spans: list[Span] | None) -> float:
+    if spans is None:
+        return ticket.wait()
+    begin = time.monotonic()
+    seconds = ticket.wait()
+    if seconds:
+        spans.append(Span(rank, "blocked", f"wait for {name}", begin, time.monotonic()))
+    return seconds
+
+
+def _add_transfers(
+    spans: list[Span],
+    schedule: Schedule,
+    rank: int,
+    arriving: Mapping[str, Any],
+    leaving: list[tuple[Exchange, Any]],
+) -> None:
+    """Adds the spans of transfers; each is taken to begin when it was posted or the one before it was done."""
+    halves = [("send", f"{op.send} to {op.to}", op.send, ticket) for op, ticket in leaving]
+    for track, transfers in (("send", halves), ("recv", [("recv", name, name, t) for name, t in arriving.items()])):
+        before_s = 0.0
+        for _, label, name, ticket in transfers:
+            if ticket.done_s:
+                begin_s = min(max(ticket.posted_s, before_s), ticket.done_s)
+                spans.append(Span(rank, track, label, begin_s, ticket.done_s, schedule.size(name).bytes))
+                before_s = ticket.done_s

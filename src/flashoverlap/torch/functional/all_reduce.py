@@ -1,0 +1,204 @@
+"""linear_all_reduce and all_reduce_grad_linear: tensor parallelism without sequence parallelism.
+
+    M rows on every rank, n ranks, rank r
+    row layer      x [M, K_r], weight_shard [N, K_r]  ->  z [M, N], the sum over all ranks, the same bits on all
+    column layer   x [M, K],   weight_shard [N_r, K]  ->  y [M, N_r]
+
+    row layer      forward   z  = sum_q x_q W_q^T + b   pieces of the rows are scattered, then gathered, split by split
+                   backward  local: dx = dz W_r, dW_r = dz^T x, db = sum of dz's rows
+    column layer   forward   local: y = x W_r^T + b_r
+                   backward  dx = sum_q dy_q W_q        the same schedule; wgrad is computed while the last gather flies
+
+Which rank sums which rows is free here: rows of all dimensions are cut by torch.tensor_split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from ...overlap import Overlap
+from ...patterns import split_sizes
+from ..call import Call
+from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
+from ..layout import flatten
+from ..pieces import Scattered
+from ..transport import refusing, transport_of
+from .kernels import matmul_into
+
+
+def _checked(op: str, x: Any, weight: Any, bias: Any, dim: int, overlap: Any, transport: Any) -> list[Any]:
+    with refusing(transport):
+        check_overlap(op, overlap)
+        cast = autocast(x, weight, bias)
+        check_tensors(op, cast[0], cast[1:2], cast[2:])
+        check_linear(op, *cast)  # pyright: ignore[reportArgumentType]
+        check_dim(op, cast[0], dim)  # pyright: ignore[reportArgumentType]
+    return cast
+
+
+@torch.compiler.disable
+def linear_all_reduce(
+    x: torch.Tensor,
+    weight_shard: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Any,
+    dim: int = -2,
+    overlap: Overlap = Overlap(),
+) -> torch.Tensor:
+    """Sums ``x @ weight_shard.T`` over the ranks, ``[..., M, N]`` on each, overlapped split by split.
+
+    Args:
+        x: ``[..., M, K_r]``, all rows of the own features.
+        weight_shard: ``[N, K_r]``.
+        bias: ``[N]``, the full bias, equal on all ranks; added once.
+        group: process group or one-dimensional DeviceMesh.
+        dim: accepted for symmetry with linear_reduce_scatter; rows of all dimensions are cut alike.
+        overlap: how to overlap.
+
+    Returns:
+        ``[..., M, N]``, bitwise equal on all ranks.
+
+    Raises:
+        ValueError, TypeError: on every rank before anything moves, for arguments that do not fit together or differ
+            between ranks.
+        PeerError: a peer refused the call, died or stalled.
+    """
+    op = "linear_all_reduce"
+    transport = transport_of(group)
+    cast = _checked(op, x, weight_shard, bias, dim, overlap, transport)
+    call = Call(op, transport, overlap, cast[0])
+    flags = grads(x, weight_shard, bias)
+    shared = f"x={list(cast[0].shape[:-1])} out={cast[1].shape[0]} bias={bias is not None} {flags}"
+    call.agree("", shared, f"x {shape(cast[0])}, weight {shape(cast[1])}, bias {shape(bias)}, {flags}")
+    return _LinearAllReduce.apply(call, *cast)  # pyright: ignore[reportReturnType]
+
+
+@torch.compiler.disable
+def all_reduce_grad_linear(
+    x: torch.Tensor,
+    weight_shard: torch.Tensor,
+    bias_shard: torch.Tensor | None = None,
+    *,
+    group: Any,
+    overlap: Overlap = Overlap(),
+) -> torch.Tensor:
+    """A column-parallel linear on replicated rows, whose input gradient is summed over the ranks, overlapped.
+
+    Args:
+        x: ``[..., M, K]``, equal on all ranks.
+        weight_shard: ``[N_r, K]``.
+        bias_shard: ``[N_r]``.
+        group: process group or one-dimensional DeviceMesh.
+        overlap: how to overlap.
+
+    Returns:
+        ``[..., M, N_r]``.
+
+    Raises:
+        ValueError, TypeError: on every rank before anything moves, for arguments that do not fit together or, where a
+            gradient will be wanted, differ between ranks.
+        PeerError: a peer refused the call, died or stalled.
+    """
+    op = "all_reduce_grad_linear"
+    transport = transport_of(group)
+    cast = _checked(op, x, weight_shard, bias_shard, -2, overlap, transport)
+    call = Call(op, transport, overlap, cast[0])
+    if torch.is_grad_enabled():  # without gradients nothing ever moves
+        flags = grads(x, weight_shard, bias_shard)
+        call.agree("", f"x={list(cast[0].shape)} {flags}", f"x {shape(cast[0])}, weight {shape(cast[1])}, {flags}")
+    return _AllReduceGradLinear.apply(call, *cast)  # pyright: ignore[reportReturnType]
+
+
+class _LinearAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
+        x, weight, bias = tensors
+        ctx.save_for_backward(x, weight)
+        flat = flatten(x)
+        return _reduce(call, "all_reduce", flat, weight.t(), bias, "").view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[1:]
+        grad = flatten(grad_outputs[0])
+        dx = torch.mm(grad, weight).view(x.shape) if needs_x else None
+        dweight = torch.mm(grad.t(), flatten(x)) if needs_weight else None
+        return None, dx, dweight, grad.sum(0) if needs_bias else None
+
+
+class _AllReduceGradLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
+        x, weight, bias = tensors
+        ctx.call = call
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        call: Call = ctx.call
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[1:]
+        grad = flatten(grad_outputs[0])
+        dx = dweight = None
+
+        def wgrad(_: Any) -> None:
+            nonlocal dweight
+            dweight = torch.mm(grad.t(), flatten(x))
+
+        if needs_x:
+            flow = "all_reduce_backward" + ("" if needs_weight else "-w")
+            call.agree("backward", f"{flow} x={list(x.shape)}", f"{flow}, x {shape(x)}")
+            dx = _reduce(call, flow, grad, weight, None, "backward", wgrad).view(x.shape)
+        elif needs_weight:
+            wgrad(None)
+        return None, dx, dweight, grad.sum(0) if needs_bias else None
+
+
+def _reduce(
+    call: Call,
+    flow: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    phase: str,
+    wgrad: Callable[[Any], None] | None = None,
+) -> torch.Tensor:
+    """``sum over ranks of x[M, K] @ weight[K, N]``, plus bias, as ``[M, N]`` on every rank."""
+    owned = tuple(split_sizes(x.shape[0], call.world_size))
+    choice = call.choose(flow, owned)
+    rows = call.layout(choice, 1, owned, 1)
+    full = x.new_empty(rows.total, weight.shape[1])
+    with call.leased() as lease:
+        travels = call.travels(choice)
+        collective = choice.pattern == "collective"
+        # the backend sums whole rows itself: then the sum of all rows is staged as if it were this rank's piece
+        total = full if not collective or travels == full.dtype else lease.tensor(rows.total, weight.shape[1], travels)
+        out = full[rows.starts[call.rank] : rows.starts[call.rank + 1]]
+        scattered = Scattered(rows, call.rank, out, lease, bias=bias, accumulate=call.accumulate, travels=travels)
+
+        def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
+            for start, stop, _ in rows.segments(names):
+                matmul_into(target[start - first : stop - first], x[start:stop], weight, beta)
+
+        def tensor(name: str) -> torch.Tensor:
+            if name[0] != "z":
+                return scattered.tensor(name)
+            start, stop = rows.range(name)
+            return total[start:stop]
+
+        kernels = {"mm": lambda op: scattered.multiply(op, product), "": scattered.add}
+        kernels |= {"wgrad": wgrad} if wgrad else {}
+        call.run(flow, choice, rows.rows, {"p": weight.shape[1] * x.itemsize}, tensor, kernels, phase)
+        if collective:
+            full.copy_(total if bias is None else total + bias)
+    return full

@@ -1,0 +1,296 @@
+"""mlp: a whole MLP under tensor and sequence parallelism in one schedule.
+
+M rows in all, K features, F hidden features, n ranks, rank r
+x_shard   [M_r, K]
+up, gate  [F_r, K]
+down      [K, F_r]   (any number of output features)
+z_shard   [M_r, K]
+
+forward   z_r = sum_q down_q(act_q(up_q(x_r)))   a piece goes through all its matmuls before the next: own up at
+                                                 the start, the pieces of others as they arrive, own down at the end
+backward  dz is gathered, each piece goes through both dgrads, dx is scattered; x is gathered anew meanwhile; both
+          wgrads are one matmul each over all rows, before the own piece's last dgrad
+
+memory    x_shard and what enters the activation (and the gated product) are kept for backward: M / n rows of K and
+          M rows of F / n each; the activation is computed again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...overlap import Overlap
+from ..call import Call
+from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
+from ..layout import Layout, around, flatten
+from ..pieces import Gathered, Scattered
+from ..staging import Lease
+from ..transport import refusing, transport_of
+from .activation import Activation
+from .kernels import linear_into, matmul_into
+
+_OP = "mlp"
+
+
+@torch.compiler.disable
+def mlp(
+    x_shard: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    activation: str | Callable[[torch.Tensor], torch.Tensor] = "silu",
+    up_bias: torch.Tensor | None = None,
+    gate_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    group: Any,
+    dim: int = -2,
+    overlap: Overlap = Overlap(),
+) -> torch.Tensor:
+    """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))`` where a gate is given, on own rows in and out.
+
+    Args:
+        x_shard: own rows ``[..., M_r, K]``.
+        up: ``[F_r, K]``.
+        down: ``[N, F_r]``.
+        gate: ``[F_r, K]`` or None.
+        activation: "silu", "gelu" or a differentiable callable that works row by row.
+        up_bias: ``[F_r]``.
+        gate_bias: ``[F_r]``.
+        down_bias: ``[N]``, the full bias, equal on all ranks; added once.
+        group: process group or one-dimensional DeviceMesh.
+        dim: dimension of ``x_shard`` that is sharded, not the last.
+        overlap: how to overlap.
+
+    Returns:
+        The own rows ``[..., M_r, N]``.
+
+    Raises:
+        ValueError, TypeError: on every rank before anything moves, for arguments that do not fit together or differ
+            between ranks.
+        PeerError: a peer refused the call, died or stalled.
+    """
+    transport = transport_of(group)
+    with refusing(transport):
+        check_overlap(_OP, overlap)
+        function = Activation(activation)
+        cast: list[Any] = autocast(x_shard, up, gate, down, up_bias, gate_bias, down_bias)
+        check_tensors(_OP, cast[0], [w for w in cast[1:4] if w is not None], cast[4:])
+        _check_shapes(*cast)
+        row_dim = check_dim(_OP, cast[0], dim)
+    call = Call(_OP, transport, overlap, cast[0])
+    outer, rows, inner = around(cast[0].shape, row_dim)
+    flags = grads(x_shard, up, gate, down, up_bias, gate_bias, down_bias)
+    shared = (
+        f"outer={outer} inner={inner} features={cast[0].shape[-1]} out={cast[3].shape[0]} "
+        f"activation={function.name} has={[t is not None for t in cast]} {flags}"
+    )
+    shown = f"x {shape(cast[0])} dim {row_dim}, up {shape(cast[1])}, gate {shape(cast[2])}, down {shape(cast[3])}, "
+    owned = call.agree_rows(shared, f"{shown}{function.name}, {flags}", rows)
+    return _Mlp.apply(call, owned, row_dim, function, *cast)  # pyright: ignore[reportReturnType]
+
+
+def _check_shapes(x: Any, up: Any, gate: Any, down: Any, up_bias: Any, gate_bias: Any, down_bias: Any) -> None:
+    check_linear(_OP, x, up, up_bias)
+    if gate is not None:
+        check_linear(_OP, x, gate, gate_bias)
+        if gate.shape != up.shape:
+            raise ValueError(f"{_OP}: gate {tuple(gate.shape)} and up {tuple(up.shape)} must be of one shape")
+    elif gate_bias is not None:
+        raise ValueError(f"{_OP}: gate_bias {tuple(gate_bias.shape)} is given without a gate")
+    if down.dim() != 2 or down.shape[1] != up.shape[0]:
+        raise ValueError(f"{_OP}: down {tuple(down.shape)} must be [out, {up.shape[0]}] to follow up {tuple(up.shape)}")
+    if down_bias is not None and tuple(down_bias.shape) != (down.shape[0],):
+        raise ValueError(f"{_OP}: down_bias {tuple(down_bias.shape)} does not fit down {tuple(down.shape)}")
+
+
+class _Hidden:
+    """The hidden rows ``[M, F_r]`` of all pieces in piece order: what enters the activation, and what leaves it."""
+
+    def __init__(self, call: Call, rows: Layout, tensors: Any, function: Activation, lease: Lease, keep: bool) -> None:
+        _, self.up, self.gate, _, self.up_bias, self.gate_bias, _ = tensors
+        self.function = function
+        features = self.up.shape[0]
+
+        def make(kept: bool) -> torch.Tensor:
+            size = (rows.total, features)
+            return tensors[0].new_empty(size) if kept else lease.tensor(*size, call.dtype)
+
+        self.raised = make(keep)
+        self.gated = make(keep) if self.gate is not None else None
+        self.active = make(False) if keep or self.gate is not None else self.raised
+
+    def enter(self, x: torch.Tensor, start: int, stop: int) -> None:
+        """Takes rows ``start:stop`` of x through up (and gate) and the activation."""
+        linear_into(self.raised[start:stop], x, self.up, self.up_bias)
+        if self.gated is not None:
+            linear_into(self.gated[start:stop], x, self.gate, self.gate_bias)
+        gated = None if self.gated is None else self.gated[start:stop]
+        _activate(self.function, self.active[start:stop], self.raised[start:stop], gated)
+
+
+def _activate(function: Activation, out: torch.Tensor, raised: torch.Tensor, gated: torch.Tensor | None) -> None:
+    """What leaves the activation: ``act(raised)``, or ``act(gated) * raised``."""
+    function.into(out, raised if gated is None else gated)
+    if gated is not None:
+        out *= raised
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, owned: tuple[int, ...], dim: int, function: Activation, *tensors: Any
+    ) -> torch.Tensor:
+        x, up, _, down, _, _, down_bias = tensors
+        outer, _, inner = around(x.shape, dim)
+        choice = call.choose("mlp", [outer * part * inner for part in owned])
+        rows = call.layout(choice, outer, owned, inner)
+        features, columns = x.shape[-1], down.shape[0]
+        z = x.new_empty(*x.shape[:-1], columns)
+        keep = any(ctx.needs_input_grad)
+        with call.leased() as lease:
+            own = flatten(x)
+            gathered = Gathered(rows, call.rank, own, lease.tensor(rows.total, features, x.dtype))
+            hidden = _Hidden(call, rows, tensors, function, lease, keep)
+            scattered = _scattered(call, rows, choice, flatten(z), lease, down_bias)
+
+            def raise_pieces(op: Any) -> None:
+                for part, start, stop, _ in gathered.runs(op.reads):
+                    hidden.enter(part, start, stop)
+
+            def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
+                for start, stop in _runs(rows, names):
+                    matmul_into(target[start - first : stop - first], hidden.active[start:stop], down.t(), beta)
+
+            kernels = {"up": raise_pieces, "down": lambda op: scattered.multiply(op, product), "": scattered.add}
+            widths = {"x": features * x.itemsize, "h": up.shape[0] * x.itemsize, "p": columns * x.itemsize}
+            call.run("mlp", choice, rows.rows, widths, _by_letter(gathered, scattered, "x"), kernels)
+            if choice.pattern == "collective":
+                scattered.collected()
+            saved = (hidden.raised, hidden.gated) if keep else (None, None)
+        ctx.call, ctx.owned, ctx.dim, ctx.function = call, owned, dim, function
+        ctx.save_for_backward(*tensors, *saved)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        needs: dict[str, bool] = dict(zip(_NAMES, ctx.needs_input_grad[4:], strict=True))
+        run = _Backward(ctx, grad_outputs[0], needs)
+        return None, None, None, None, *(run.grads[name] if needs[name] else None for name in _NAMES)
+
+
+_NAMES = ("x", "up", "gate", "down", "up_bias", "gate_bias", "down_bias")
+
+
+class _Backward:
+    """The backward schedule of one call: letters x (dz), h (gradients of the hidden rows), g (x) and p (dx)."""
+
+    def __init__(self, ctx: Any, grad: torch.Tensor, needs: dict[str, bool]) -> None:
+        self.needs = needs
+        self._made = False  # whether the activation has been made again
+        self.grads: dict[str, Any] = dict.fromkeys(_NAMES)
+        call: Call = ctx.call
+        x, self.up, self.gate, self.down, *_, raised, gated = ctx.saved_tensors
+        outer, _, inner = around(x.shape, ctx.dim)
+        enters = needs["up"] or needs["gate"] or needs["up_bias"] or needs["gate_bias"]
+        leaves = needs["down"] or needs["down_bias"]
+        flow = "mlp_backward" + ("" if enters else "-w") + ("" if leaves else "-v") + ("" if needs["x"] else "-z")
+        call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
+        choice = call.choose(flow, [outer * part * inner for part in ctx.owned])
+        self.rows = rows = call.layout(choice, outer, ctx.owned, inner)
+        self.raised, self.gated, self.function = raised, gated, ctx.function
+        columns, features, hidden = self.down.shape[0], x.shape[-1], self.up.shape[0]
+        dx = x.new_empty(rows.rows[call.rank], features)
+        with call.leased() as lease:
+            self.active = lease.tensor(rows.total, hidden, x.dtype)
+            self.draised = lease.tensor(rows.total, hidden, x.dtype)
+            self.dgated = lease.tensor(rows.total, hidden, x.dtype) if gated is not None else None
+            own = flatten(grad)
+            self.dz = Gathered(rows, call.rank, own, lease.tensor(rows.total, columns, x.dtype))
+            own = flatten(x)
+            self.x = Gathered(rows, call.rank, own, lease.tensor(rows.total, features, x.dtype))
+            self.dx = _scattered(call, rows, choice, dx, lease, None)
+            kernels = {
+                "down": self._down,
+                "up": lambda op: self.dx.multiply(op, self._up),
+                "": self.dx.add,
+                "wgrad_down": self._wgrad_down,
+                "wgrad_up": self._wgrad_up,
+            }
+            size = x.itemsize
+            widths = {"x": columns * size, "g": features * size, "p": features * size, "h": hidden * size}
+            call.run(flow, choice, rows.rows, widths, self._tensor, kernels, "backward")
+            if choice.pattern == "collective" and needs["x"]:
+                self.dx.collected()
+        self.grads["x"] = dx.view(x.shape)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return (self.dz if name[0] == "x" else self.x if name[0] == "g" else self.dx).tensor(name)
+
+    def _down(self, op: Any) -> None:
+        """From dz to the gradients of what entered the activation; the activation itself is made again for wgrad."""
+        for part, start, stop, _ in self.dz.runs(op.reads):
+            grad, raised, active = self.draised[start:stop], self.raised[start:stop], self.active[start:stop]
+            matmul_into(grad, part, self.down, 0.0)
+            if self.gated is None or self.dgated is None:
+                if self.needs["down"]:
+                    self.function.into(active, raised)
+                self.function.backward_into(grad, grad, raised)
+            else:
+                gated, dgated = self.gated[start:stop], self.dgated[start:stop]
+                self.function.into(active, gated)
+                torch.mul(grad, raised, out=dgated)
+                self.function.backward_into(dgated, dgated, gated)
+                grad *= active
+                active *= raised
+        self._made = True
+
+    def _up(self, names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
+        for start, stop in _runs(self.rows, names):
+            rows = target[start - first : stop - first]
+            matmul_into(rows, self.draised[start:stop], self.up, beta)
+            if self.dgated is not None:
+                matmul_into(rows, self.dgated[start:stop], self.gate, 1.0)
+
+    def _wgrad_down(self, op: Any) -> None:
+        dz = self.dz.all()
+        if self.needs["down"]:
+            if not self._made:
+                _activate(self.function, self.active, self.raised, self.gated)
+            self.grads["down"] = torch.mm(dz.t(), self.active)
+        if self.needs["down_bias"]:
+            self.grads["down_bias"] = dz.sum(0)
+
+    def _wgrad_up(self, op: Any) -> None:
+        x = self.x.all()
+        for weight, bias, grad in (("up", "up_bias", self.draised), ("gate", "gate_bias", self.dgated)):
+            if grad is not None and self.needs[weight]:
+                self.grads[weight] = torch.mm(grad.t(), x)
+            if grad is not None and self.needs[bias]:
+                self.grads[bias] = grad.sum(0)
+
+
+def _scattered(
+    call: Call, rows: Layout, choice: Any, out: torch.Tensor, lease: Lease, bias: torch.Tensor | None
+) -> Scattered:
+    return Scattered(rows, call.rank, out, lease, bias=bias, accumulate=call.accumulate, travels=call.travels(choice))
+
+
+def _runs(rows: Layout, names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """The rows of these pieces in piece order, adjacent ones joined."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in map(rows.range, names):
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return runs
+
+
+def _by_letter(gathered: Gathered, scattered: Scattered, letter: str) -> Callable[[str], torch.Tensor]:
+    return lambda name: gathered.tensor(name) if name[0] == letter else scattered.tensor(name)

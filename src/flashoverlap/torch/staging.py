@@ -1,0 +1,60 @@
+"""Buffers that are kept from call to call, so that no step pays for fresh pages."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Staging:
+    """A free list of flat byte buffers of one device.
+
+    [Note: staging lifetime] A buffer belongs to one call: taken when the call begins, given back when the call has
+    drained its sends. A call that fails gives nothing back, since transfers into its buffers may still be in flight;
+    the transport and its staging are then left to the garbage collector together.
+    """
+
+    def __init__(self, most: int = 32) -> None:
+        self._free: list[torch.Tensor] = []
+        self._most = most
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that lie in the free list."""
+        return sum(buffer.numel() for buffer in self._free)
+
+    def take(self, bytes: int, device: torch.device) -> torch.Tensor:
+        """A flat uint8 buffer of at least ``bytes`` bytes: the smallest free one that serves, or a new one."""
+        fitting = [b for b in self._free if b.numel() >= bytes and b.device == device]
+        if fitting:
+            best = min(fitting, key=torch.Tensor.numel)
+            # far too large a buffer is better kept for the call that needs it
+            if best.numel() <= max(4 * bytes, 1 << 16):
+                self._free = [b for b in self._free if b is not best]
+                return best
+        with torch.inference_mode(False):  # an inference tensor could not be written to by a later training step
+            return torch.empty(bytes, dtype=torch.uint8, device=device)
+
+    def give(self, buffers: list[torch.Tensor]) -> None:
+        """Puts buffers back; beyond ``most`` the longest unused ones are let go."""
+        self._free += buffers
+        del self._free[: max(0, len(self._free) - self._most)]
+
+
+class Lease:
+    """What one call has taken from a Staging: :meth:`tensor` hands out, :meth:`close` gives all back."""
+
+    def __init__(self, staging: Staging, device: torch.device) -> None:
+        self._staging, self._device = staging, device
+        self._taken: list[torch.Tensor] = []
+
+    def tensor(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous ``[rows, columns]`` tensor, valid until :meth:`close`."""
+        count = rows * columns * dtype.itemsize
+        buffer = self._staging.take(count, self._device)
+        self._taken.append(buffer)
+        return buffer[:count].view(dtype).view(rows, columns)
+
+    def close(self) -> None:
+        """Gives the buffers back; the tensors must not be used afterwards."""
+        self._staging.give(self._taken)
+        self._taken = []

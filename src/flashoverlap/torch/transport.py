@@ -1,0 +1,230 @@
+"""Moving pieces between the ranks of a group: what a backend has to offer, and how a group's transport is found.
+
+To add a backend: one class with the methods of :class:`Transport`, and a line in :func:`transport_of`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend  # pyright: ignore[reportMissingModuleSource]
+
+from .staging import Staging
+
+
+class PeerError(RuntimeError):
+    """A peer died, stalled past the time-out, or refused the call; the message names it."""
+
+
+class Ticket(Protocol):
+    """One transfer under way."""
+
+    name: str
+    posted_s: float
+    done_s: float
+
+    def wait(self) -> float:
+        """Returns once the bytes have moved: the seconds that this took. Raises PeerError."""
+        ...
+
+
+class Transport(Protocol):
+    """What the executor asks of a backend: calls come one at a time, in the same order on every rank."""
+
+    rank: int
+    world_size: int
+    staging: Staging
+
+    def exchange_cards(self, card: bytes) -> list[bytes]:
+        """Every rank's card, by rank; blocks until all have called. Cards have :data:`CARD_BYTES` bytes."""
+        ...
+
+    def refuse(self, card: bytes) -> None:
+        """Leaves a card for the peers of this call without waiting for theirs."""
+        ...
+
+    def post(self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None) -> tuple[Any, Any]:
+        """Posts one exchange of contiguous tensors and returns the tickets of its two halves.
+
+        Sends leave one after another in the order of posting; ``after`` is the ticket of the receive that fills
+        ``send``, where it is to be handed on. Empty tensors move nothing.
+        """
+        ...
+
+    def collective(self, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:
+        """Starts one of the backend's own collectives on contiguous tensors and returns its ticket."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Gives the transport up after an error in the middle of a call; the peers are told."""
+        ...
+
+
+class Done:
+    """The ticket of a transfer that needed none."""
+
+    name = ""
+    posted_s = done_s = 0.0
+
+    def wait(self) -> float:
+        """Nothing to wait for."""
+        return 0.0
+
+
+DONE = Done()
+
+
+class Silent:
+    """A transport that moves nothing: a group of one rank, or the measure of what computation alone costs."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.staging = Staging()
+        self.failed = False
+        self.busy = threading.Lock()
+
+    def exchange_cards(self, card: bytes) -> list[bytes]:
+        """The own card, as if all ranks agreed; rows are those of equal shards."""
+        return [card] * self.world_size
+
+    def refuse(self, card: bytes) -> None:
+        """There is nobody to tell."""
+
+    def post(self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None) -> tuple[Any, Any]:
+        """Moves nothing."""
+        return DONE, DONE
+
+    def collective(self, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:
+        """Moves nothing between ranks; with one rank, input and output are the same."""
+        for read, write in zip(reads, writes, strict=False):
+            if self.world_size == 1 and read.data_ptr() != write.data_ptr():
+                write.copy_(read)
+        return DONE
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing is in flight that could be lost."""
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+CARD_BYTES = 1024
+_CARD = struct.Struct("<?16sq")
+_TEXT_BYTES = CARD_BYTES - _CARD.size
+
+
+@lru_cache(maxsize=1024)
+def _digest(shared: str) -> bytes:
+    return hashlib.blake2b(shared.encode(), digest_size=16).digest()
+
+
+def agree(transport: Transport, shared: str, shown: str, rows: int = 0) -> list[int]:
+    """Makes sure that all ranks are in the same call, before any data moves.
+
+    Args:
+        shared: what must be equal on every rank.
+        shown: what an error message is to say of this rank's arguments.
+        rows: a number of this rank's own, given to all.
+
+    Returns:
+        ``rows`` of every rank.
+
+    Raises:
+        ValueError: on every rank, where ``shared`` differs between ranks; with what each of them said.
+        PeerError: a peer has refused its arguments, died or did not call within the time-out.
+    """
+    text = shown.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    cards = transport.exchange_cards(_CARD.pack(True, _digest(shared), rows) + text)
+    said = [_CARD.unpack_from(card) for card in cards]
+    if all(ok and digest == said[0][1] for ok, digest, _ in said):
+        return [count for _, _, count in said]
+    texts = [card[_CARD.size :].rstrip(b"\0").decode(errors="replace") for card in cards]
+    refusals = [
+        f"rank {rank}: {text}" for rank, (text, (ok, _, _)) in enumerate(zip(texts, said, strict=True)) if not ok
+    ]
+    if refusals:
+        raise PeerError("the call was refused by " + "; ".join(refusals) + "; nothing was sent")
+    told = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+    raise ValueError(f"the ranks of the group disagree about this call; nothing was sent\n{told}")
+
+
+@contextmanager
+def refusing(transport: Transport) -> Iterator[None]:
+    """Tells the peers of a call that this rank's arguments are bad, so that they raise as well and do not wait."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        text = str(error).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        transport.refuse(_CARD.pack(False, b"", 0) + text)
+        raise
+
+
+# a group may be given as a process group or, unregistered, as a backend of its own
+_GROUPS: Any = (dist.ProcessGroup, Backend)
+
+# --- finding a group's transport --------------------------------------------------------------------------------------
+
+# The one piece of module state: a group's private channels live as long as the group does.
+_transports: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_transports_lock = threading.Lock()
+
+
+def transport_of(group: Any) -> Any:
+    """The transport of a process group, made at first use (collectively: every rank of the group must call).
+
+    Args:
+        group: a process group, a one-dimensional DeviceMesh, or a transport.
+
+    Raises:
+        ValueError: no group, a mesh of several dimensions, or a group that this rank is not in.
+        TypeError: anything else.
+    """
+    group = _process_group(group)
+    if not isinstance(group, _GROUPS):
+        return group
+    with _transports_lock:
+        found = _transports.get(group)
+    if found is None or found.failed:
+        found = _make(group)
+        with _transports_lock:
+            _transports[group] = found
+    return found
+
+
+def _process_group(group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if group is None:
+        raise ValueError("group=None: the process group or one-dimensional DeviceMesh must be given explicitly")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not a member of the group that was given")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a DeviceMesh of {group.ndim} dimensions {tuple(group.shape)}: one is needed, mesh['name']"
+            )
+        group = group.get_group()
+    if isinstance(group, _GROUPS):
+        if group.rank() < 0:  # pyright: ignore[reportAttributeAccessIssue]
+            raise ValueError("this rank is not a member of the group that was given")
+        return group
+    if all(hasattr(group, name) for name in ("exchange_cards", "post", "collective")):
+        return group
+    raise TypeError(f"group must be a process group or a one-dimensional DeviceMesh, not {type(group).__name__}")
+
+
+def _make(group: Any) -> Any:
+    from .device import Device
+    from .gloo import Gloo, gloo_backend
+
+    if group.size() == 1:
+        return Silent()
+    return Gloo(group) if gloo_backend(group) is not None else Device(group)
