@@ -129,6 +129,7 @@ def flow_of(op: str) -> Flow:
     if base not in FLOWS:
         raise ValueError(f"unknown operator {base!r}; known: {', '.join(FLOWS)}")
     flow = FLOWS[base]
-    for letter in dropped:
+    # weight gradients first: what the per-piece result leaves to be computed depends on those that are wanted
+    for letter in sorted(dropped, key=lambda letter: letter == flow.output):
         flow = flow.without(letter)
-    return flow
+    return replace(flow, op=op)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain, islice
 
 from .flow import Flow, flow_of
 from .schedule import Collective, Compute, Exchange, Op, Schedule, ScheduleError, Size
@@ -205,19 +206,27 @@ def _direct_all_reduce(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
 
     rank 1 of 2, 2 splits:   net           [p0.0>0 <0][p0.1>0 <0][z1.0>0 <0]      [z1.1>0 <0]
                              mm  [p0.0    ][p0.1     ][z1.0+    ][z1.1     ][z1.1+]
+
+    With a weight gradient to compute at the end, which hides all gathers, no sum is waited for before it must be.
     """
-    n = pieces.ranks
+    n, last = pieces.ranks, pieces.splits - 1
     sources = [(rank - distance) % n for distance in range(1, n)]
-    last = pieces.splits - 1
+
+    def summed(split: int) -> Iterable[Op]:
+        yield _own(flow, pieces, rank, split, sources)
+        yield from _direct_gather("z", pieces, rank, (split,))
+
     for split in range(pieces.splits):
         for distance in range(1, n):
             other, source = (rank + distance) % n, (rank - distance) % n
             yield from _kernels(flow, pieces, other, range(len(flow.kernels)), split)
             yield Exchange(pieces.name("p", other, split), other, f"{pieces.name('p', rank, split)}@{source}", source)
-        if split > 0:
-            yield _own(flow, pieces, rank, split - 1, sources)
-            yield from _direct_gather("z", pieces, rank, (split - 1,))
+        if split > 0 and not flow.wgrads:
+            yield from summed(split - 1)
     yield _own(flow, pieces, rank, last, ())
+    if flow.wgrads:
+        for split in range(last):
+            yield from summed(split)
     yield from _sum(pieces, rank, last, sources)
     yield from _direct_gather("z", pieces, rank, (last,))
     yield from _wgrads(flow, pieces)
@@ -233,9 +242,11 @@ def _ring(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
                            mm  [y1       ][y0       ][y2]                     mm  [p0=mm  ][p2=mm      ][p2+=][z1=mm     ][z1+=]
     """
     n, before, after = pieces.ranks, (rank - 1) % pieces.ranks, (rank + 1) % pieces.ranks
-    for letter in (flow.letters[0] if flow.gather else "", flow.extra):
-        if letter:
-            yield from _ring_gather(letter, pieces, rank)
+    letters = filter(None, (flow.letters[0] if flow.gather else "", flow.extra))
+    gathers = chain.from_iterable(_ring_gather(letter, pieces, rank) for letter in letters)
+    # [Note: ring takes turns] A partial is waited for at every hop, so it must not queue behind the whole gather: the
+    # gather stays one round ahead, and moves on by one exchange for each partial that has been posted.
+    yield from islice(gathers, pieces.splits + 1) if flow.reduce else gathers
     early = 0 if not flow.gather else len(flow.kernels) - bool(flow.reduce)
     yield from _kernels(flow, pieces, rank, range(early))
     for distance in range(1, n):
@@ -247,6 +258,8 @@ def _ring(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
                 if distance > 1:
                     yield Compute("", (), (part,), (part, f"{part}@{before}"))
                 yield Exchange(part, after, f"{pieces.name('p', (owner - 1) % n, split)}@{before}", before)
+                yield from islice(gathers, 1)
+    yield from gathers
     own_first = flow.reduce and flow.extra and not flow.gather
     if own_first:  # [Note: own piece before wgrad]
         for split in range(pieces.splits):
