@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 MODES = ("auto", "flash", "slice", "collective", "off")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -76,47 +74,3 @@ def _check_count(field: str, count: object) -> None:
         raise TypeError(f"Overlap({field}=...) takes a whole number or None, not {count!r}")
     if count < 1:
         raise ValueError(f"Overlap({field}={count}): at least 1 is needed")
-
-
-class Choice(NamedTuple):
-    """The schedule that a call takes: its mode, pattern and splits, and why."""
-
-    mode: str
-    pattern: str
-    splits: int
-    code: str
-    reason: str
-
-    @property
-    def detail(self) -> str:
-        return f"{self.pattern} x{self.splits}" if self.mode in ("flash", "slice") else ""
-
-
-_FEWEST_ROWS = 256  # a matmul of fewer rows loses efficiency
-_MOST_SPLITS = 4
-_SLICES = 4
-
-
-def choose(overlap: Overlap, op: str, rows: Sequence[int]) -> Choice:
-    """What a call with pieces of these rows runs; the same on every rank, since it depends on what was agreed."""
-    if overlap.mode == "off":
-        return Choice("off", "sliced", 1, "asked", "nothing is overlapped, as asked")
-    if overlap.mode == "collective":
-        return Choice("collective", "collective", 1, "asked", "the backend's collective, as asked")
-    if overlap.mode == "slice":
-        slices = overlap.slices or _SLICES
-        return Choice(
-            "slice", "sliced", slices, "asked", f"{slices} slices, as {'asked' if overlap.slices else 'is usual'}"
-        )
-    if len(rows) == 1:
-        return Choice("flash", overlap.pattern, 1, "one_rank", "one rank has nothing to move")
-    if overlap.splits:
-        return Choice("flash", overlap.pattern, overlap.splits, "asked", f"{overlap.splits} splits, as asked")
-    splits = rule_of_thumb(op, rows)
-    return Choice("flash", overlap.pattern, splits, "rule_of_thumb", f"{splits} splits by rule of thumb, not by a plan")
-
-
-def rule_of_thumb(op: str, rows: Sequence[int]) -> int:
-    """Splits of a piece: as many as leave each matmul enough rows, fewer where many ranks cut finely already."""
-    most = max(2, 2 * _MOST_SPLITS // len(rows))
-    return max(1, min(most, max(rows) // _FEWEST_ROWS))

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..overlap import Choice, Overlap, choose
+from ..choice import Choice, choose
+from ..overlap import Overlap
 from ..patterns import build, split_sizes
 from ..report import Record, Report, call_site
 from .execute import Kernel, execute
@@ -98,9 +99,8 @@ class Call:
             phase: "" or "backward".
         """
         schedule = build(flow, rows, pattern=choice.pattern, splits=choice.splits, row_bytes=widths)
-        spans = getattr(self.transport, "spans", None)
         with self.entered():
-            outcome = execute(schedule, self.transport, buffers, kernels, spans)
+            outcome = execute(schedule, self.transport, buffers, kernels, self.transport.spans)
         name = f"{self.op} {phase}".strip()
         REPORT.add(
             Record(

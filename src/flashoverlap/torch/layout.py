@@ -44,6 +44,7 @@ class Layout:
         self.starts = (0, *accumulate(self.rows))
         self.total = self.starts[-1]
         self._ranges: dict[str, tuple[int, int]] = {}
+        self._runs: dict[tuple[str, ...], tuple[tuple[int, int], ...]] = {}
         self._segments: dict[tuple[str, ...], tuple[Segment, ...]] = {}
 
     def range(self, name: str) -> tuple[int, int]:
@@ -56,6 +57,19 @@ class Layout:
             start = self.starts[owner] + sum(split_sizes(self.rows[owner], self.splits)[:split])
             found = (start, start + split_sizes(self.rows[owner], self.splits)[split])
             self._ranges[name] = found
+        return found
+
+    def runs(self, names: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+        """The rows of the pieces ``names`` in piece order, adjacent ones joined: (start, stop)."""
+        found = self._runs.get(names)
+        if found is None:
+            runs: list[tuple[int, int]] = []
+            for start, stop in map(self.range, names):
+                if runs and runs[-1][1] == start:
+                    runs[-1] = (runs[-1][0], stop)
+                else:
+                    runs.append((start, stop))
+            found = self._runs[names] = tuple(runs)
         return found
 
     def segments(self, names: tuple[str, ...]) -> tuple[Segment, ...]:

@@ -15,9 +15,6 @@ from ..schedule import Compute
 from .layout import Layout
 from .staging import Lease
 
-# rows of a buffer, where they lie in it, and where they lie in natural order
-Run = tuple[torch.Tensor, int, int, int]
-
 
 class Gathered:
     """Pieces ``[rows, K]`` of a tensor that is sharded over the ranks, gathered into one buffer in piece order.
@@ -36,18 +33,24 @@ class Gathered:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The piece or split called ``name``."""
-        start, stop = self.layout.range(name)
-        if start >= self._start and stop <= self._stop:
-            return self.own[start - self._start : stop - self._start]
-        return self.buffer[start:stop]
+        return self._rows(*self.layout.range(name))
 
-    def runs(self, names: tuple[str, ...]) -> Iterator[Run]:
-        """The rows of these pieces as contiguous tensors: (rows, start, stop, natural start)."""
+    def runs(self, names: tuple[str, ...]) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """The rows of these pieces as contiguous tensors, each with its (start, stop) in piece order."""
+        for start, stop in self.layout.runs(names):
+            for begin, end in self._cuts(start, stop):
+                yield self._rows(begin, end), begin, end
+
+    def natural_runs(self, names: tuple[str, ...]) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """The same, cut where they stop being contiguous in natural order, with their place in that order."""
         for start, stop, natural in self.layout.segments(names):
             for begin, end in self._cuts(start, stop):
-                own = begin >= self._start and end <= self._stop
-                rows = self.own[begin - self._start : end - self._start] if own else self.buffer[begin:end]
-                yield rows, begin, end, natural + begin - start
+                place = natural + begin - start
+                yield self._rows(begin, end), place, place + end - begin
+
+    def _rows(self, start: int, stop: int) -> torch.Tensor:
+        own = start >= self._start and stop <= self._stop
+        return self.own[start - self._start : stop - self._start] if own else self.buffer[start:stop]
 
     def _cuts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         edges = [start, *(edge for edge in (self._start, self._stop) if start < edge < stop), stop]

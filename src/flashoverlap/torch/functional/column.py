@@ -115,9 +115,9 @@ class _AllGatherLinear(torch.autograd.Function):
             gathered = Gathered(rows, call.rank, own, buffer)
 
             def mm(op: Any) -> None:
-                for part, start, stop, natural in gathered.runs(op.reads):
+                for part, start, stop in gathered.natural_runs(op.reads):
                     for weight, bias, y in zip(weights, biases, flat, strict=True):
-                        linear_into(y[natural : natural + stop - start], part, weight, bias)
+                        linear_into(y[start:stop], part, weight, bias)
 
             widths = {"x": features * x.itemsize, "y": sum(y.shape[-1] for y in flat) * x.itemsize}
             call.run(flow, choice, rows.rows, widths, gathered.tensor, {"mm": mm})

@@ -24,6 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...overlap import Overlap
+from ...patterns import split_sizes
 from ..call import Call
 from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
 from ..layout import Layout, around, flatten
@@ -108,29 +109,54 @@ def _check_shapes(x: Any, up: Any, gate: Any, down: Any, up_bias: Any, gate_bias
         raise ValueError(f"{_OP}: down_bias {tuple(down_bias.shape)} does not fit down {tuple(down.shape)}")
 
 
-class _Hidden:
-    """The hidden rows ``[M, F_r]`` of all pieces in piece order: what enters the activation, and what leaves it."""
+class _Room:
+    """Room for hidden rows: of all pieces, or of the own piece and of one split of the others at a time.
 
-    def __init__(self, call: Call, rows: Layout, tensors: Any, function: Activation, lease: Lease, keep: bool) -> None:
+    [Note: one split at a time] A piece goes through all its matmuls before the next, so that its hidden rows are still
+    in the cache when they are read, and need no room of their own. Only the own piece waits from start to end.
+    """
+
+    def __init__(self, buffer: torch.Tensor, own: range | None) -> None:
+        self.buffer, self._own = buffer, own
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop`` in piece order."""
+        if self._own is None:
+            return self.buffer[start:stop]
+        first = start - self._own.start if start in self._own else len(self._own)
+        return self.buffer[first : first + stop - start]
+
+
+class _Hidden:
+    """The hidden rows ``[M, F_r]`` of the pieces: what enters the activation, and what leaves it."""
+
+    def __init__(
+        self, call: Call, rows: Layout, tensors: Any, function: Activation, lease: Lease, keep: bool, whole: bool
+    ) -> None:
         _, self.up, self.gate, _, self.up_bias, self.gate_bias, _ = tensors
         self.function = function
         features = self.up.shape[0]
+        own = range(rows.starts[call.rank], rows.starts[call.rank + 1])
+        split = split_sizes(max(rows.rows), rows.splits)[0]
 
-        def make(kept: bool) -> torch.Tensor:
-            size = (rows.total, features)
-            return tensors[0].new_empty(size) if kept else lease.tensor(*size, call.dtype)
+        def room(kept: bool) -> _Room:
+            if kept:
+                return _Room(tensors[0].new_empty(rows.total, features), None)
+            count = rows.total if whole else len(own) + split
+            return _Room(lease.tensor(count, features, call.dtype), None if whole else own)
 
-        self.raised = make(keep)
-        self.gated = make(keep) if self.gate is not None else None
-        self.active = make(False) if keep or self.gate is not None else self.raised
+        self.raised = room(keep)
+        self.gated = room(keep) if self.gate is not None else None
+        self.active = room(False) if keep or self.gate is not None else self.raised
 
     def enter(self, x: torch.Tensor, start: int, stop: int) -> None:
         """Takes rows ``start:stop`` of x through up (and gate) and the activation."""
-        linear_into(self.raised[start:stop], x, self.up, self.up_bias)
+        raised, gated = self.raised.rows(start, stop), None
+        linear_into(raised, x, self.up, self.up_bias)
         if self.gated is not None:
-            linear_into(self.gated[start:stop], x, self.gate, self.gate_bias)
-        gated = None if self.gated is None else self.gated[start:stop]
-        _activate(self.function, self.active[start:stop], self.raised[start:stop], gated)
+            gated = self.gated.rows(start, stop)
+            linear_into(gated, x, self.gate, self.gate_bias)
+        _activate(self.function, self.active.rows(start, stop), raised, gated)
 
 
 def _activate(function: Activation, out: torch.Tensor, raised: torch.Tensor, gated: torch.Tensor | None) -> None:
@@ -155,25 +181,26 @@ class _Mlp(torch.autograd.Function):
         with call.leased() as lease:
             own = flatten(x)
             gathered = Gathered(rows, call.rank, own, lease.tensor(rows.total, features, x.dtype))
-            hidden = _Hidden(call, rows, tensors, function, lease, keep)
+            whole = choice.pattern not in ("direct", "ring")
+            hidden = _Hidden(call, rows, tensors, function, lease, keep, whole)
             scattered = _scattered(call, rows, choice, flatten(z), lease, down_bias)
 
             def raise_pieces(op: Any) -> None:
-                for part, start, stop, _ in gathered.runs(op.reads):
+                for part, start, stop in gathered.runs(op.reads):
                     hidden.enter(part, start, stop)
 
             def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
-                for start, stop in _runs(rows, names):
-                    matmul_into(target[start - first : stop - first], hidden.active[start:stop], down.t(), beta)
+                for start, stop in rows.runs(names):
+                    matmul_into(target[start - first : stop - first], hidden.active.rows(start, stop), down.t(), beta)
 
             kernels = {"up": raise_pieces, "down": lambda op: scattered.multiply(op, product), "": scattered.add}
             widths = {"x": features * x.itemsize, "h": up.shape[0] * x.itemsize, "p": columns * x.itemsize}
             call.run("mlp", choice, rows.rows, widths, _by_letter(gathered, scattered, "x"), kernels)
             if choice.pattern == "collective":
                 scattered.collected()
-            saved = (hidden.raised, hidden.gated) if keep else (None, None)
+            kept = (hidden.raised.buffer, hidden.gated and hidden.gated.buffer) if keep else (None, None)
         ctx.call, ctx.owned, ctx.dim, ctx.function = call, owned, dim, function
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*tensors, *kept)
         return z
 
     @staticmethod
@@ -234,7 +261,7 @@ class _Backward:
 
     def _down(self, op: Any) -> None:
         """From dz to the gradients of what entered the activation; the activation itself is made again for wgrad."""
-        for part, start, stop, _ in self.dz.runs(op.reads):
+        for part, start, stop in self.dz.runs(op.reads):
             grad, raised, active = self.draised[start:stop], self.raised[start:stop], self.active[start:stop]
             matmul_into(grad, part, self.down, 0.0)
             if self.gated is None or self.dgated is None:
@@ -251,7 +278,7 @@ class _Backward:
         self._made = True
 
     def _up(self, names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
-        for start, stop in _runs(self.rows, names):
+        for start, stop in self.rows.runs(names):
             rows = target[start - first : stop - first]
             matmul_into(rows, self.draised[start:stop], self.up, beta)
             if self.dgated is not None:
@@ -279,17 +306,6 @@ def _scattered(
     call: Call, rows: Layout, choice: Any, out: torch.Tensor, lease: Lease, bias: torch.Tensor | None
 ) -> Scattered:
     return Scattered(rows, call.rank, out, lease, bias=bias, accumulate=call.accumulate, travels=call.travels(choice))
-
-
-def _runs(rows: Layout, names: tuple[str, ...]) -> list[tuple[int, int]]:
-    """The rows of these pieces in piece order, adjacent ones joined."""
-    runs: list[tuple[int, int]] = []
-    for start, stop in map(rows.range, names):
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop)
-        else:
-            runs.append((start, stop))
-    return runs
 
 
 def _by_letter(gathered: Gathered, scattered: Scattered, letter: str) -> Callable[[str], torch.Tensor]:

@@ -135,8 +135,8 @@ class _LinearReduceScatter(torch.autograd.Function):
             def mm(op: Any) -> None:
                 assert dx is not None
                 flat = flatten(dx)
-                for part, start, stop, natural in gathered.runs(op.reads):
-                    matmul_into(flat[natural : natural + stop - start], part, weight, 0.0)
+                for part, start, stop in gathered.natural_runs(op.reads):
+                    matmul_into(flat[start:stop], part, weight, 0.0)
 
             def wgrad(op: Any) -> None:
                 nonlocal dweight, dbias
