@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashoverlap.all_to_all import all_to_all
 from flashoverlap.flow import FLOWS
 from flashoverlap.patterns import (
     PATTERNS,
     all_gather_matmul,
     all_reduce,
-    all_to_all,
     build,
     matmul_reduce_scatter,
     mlp,
@@ -208,6 +208,12 @@ def test_named_builders_and_the_cache():
         (mlp, "mlp"),
     ):
         assert builder([1, 2], splits=2) is build(op, (1, 2), splits=2)
+
+
+def test_a_huge_schedule_is_not_kept_alive():
+    kept, huge = [1] * 64, [1] * 129
+    assert mlp(kept) is mlp(kept)
+    assert mlp(huge) is not mlp(huge)
 
 
 @pytest.mark.parametrize(

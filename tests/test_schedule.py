@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashoverlap.all_to_all import all_to_all
 from flashoverlap.flow import FLOWS
-from flashoverlap.patterns import PATTERNS, all_to_all, build
+from flashoverlap.patterns import PATTERNS, build
 from flashoverlap.schedule import Collective, Compute, Exchange, Schedule, ScheduleError, Size
 
 TEXT = """

@@ -5,6 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flashoverlap import patterns
+from flashoverlap.all_to_all import all_to_all
 from flashoverlap.flow import FLOWS
 from flashoverlap.machine import Kernel, Link, Machine
 from flashoverlap.schedule import Compute, Exchange, Schedule, ScheduleError
@@ -83,10 +84,10 @@ def test_collectives_overlap_nothing(op, rounds, kernels, n):
 
 def test_a_collective_all_to_all_moves_all_but_the_own_block():
     blocks = [[ROWS] * 3] * 3
-    schedule, on = patterns.all_to_all(blocks, pattern="collective"), machine(1.0, 0.5, latency_s=0.01)
+    schedule, on = all_to_all(blocks, pattern="collective"), machine(1.0, 0.5, latency_s=0.01)
     assert seconds(schedule, on) == pytest.approx(3.0 + 2 * (0.01 + 0.5))
-    assert seconds(patterns.all_to_all(blocks), machine(1.0, 0.5)) == pytest.approx(3.0)
-    assert seconds(patterns.all_to_all(blocks, pattern="sliced"), machine(1.0, 0.5)) == pytest.approx(3.0 + 2 * 0.5)
+    assert seconds(all_to_all(blocks), machine(1.0, 0.5)) == pytest.approx(3.0)
+    assert seconds(all_to_all(blocks, pattern="sliced"), machine(1.0, 0.5)) == pytest.approx(3.0 + 2 * 0.5)
 
 
 def test_a_collective_takes_as_long_as_the_rank_with_most_to_move():
@@ -273,7 +274,7 @@ def schedules(draw):
     rows = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
     if draw(st.booleans()):
         blocks = [[(row * (target + 1)) % 7 for target in range(len(rows))] for row in rows]
-        return patterns.all_to_all(blocks, pattern=pattern, splits=splits)
+        return all_to_all(blocks, pattern=pattern, splits=splits)
     return patterns.build(draw(st.sampled_from(list(FLOWS))), rows, pattern=pattern, splits=splits)
 
 
@@ -409,6 +410,5 @@ def test_a_thousand_ranks():
     """A million exchanges beside a million computations; pytest's timeout is the guard."""
     n = 1024
     trace = simulate(patterns.all_gather_matmul([ROWS] * n), machine(1.0, 1.0), spans=False)
-    patterns._build.cache_clear()  # hundreds of megabytes that no other test needs
     assert trace.makespan_s == pytest.approx(n * 1.0)
     assert exposed_seconds(trace) == pytest.approx(0.0)

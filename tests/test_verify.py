@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashoverlap.all_to_all import all_to_all
 from flashoverlap.flow import FLOWS, flow_of
-from flashoverlap.patterns import PATTERNS, all_to_all, build
+from flashoverlap.patterns import PATTERNS, build
 from flashoverlap.schedule import Collective, Compute, Exchange, Schedule, ScheduleError
 from flashoverlap.verify import verify
 

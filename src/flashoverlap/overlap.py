@@ -19,7 +19,8 @@ class Overlap:
         pattern: "direct" (rotated rounds between all pairs) or "ring" (neighbours only), for "flash" and "auto".
         splits: parts that every piece is cut into, for "flash" and "auto"; None leaves it to the rule of thumb.
         slices: number of slices for "slice"; None means 4.
-        strict: raise RuntimeError where the mode asked for is not the one taken, instead of reporting it.
+        strict: raise RuntimeError on every rank, before anything moves, where the mode asked for is not the one taken
+            ("auto" leaves the mode open). At present every mode asked for is taken.
         accumulate_dtype: partial sums are added in this dtype, or in that of the tensors where it is wider, and
             rounded once. With "ring" they also travel in it.
 
@@ -64,7 +65,7 @@ class Overlap:
             parts += [f"pattern={self.pattern}", f"splits={self.splits or 'auto'}"]
         if self.mode == "slice":
             parts.append(f"slices={self.slices or 'auto'}")
-        return " ".join([*parts, f"accumulate={self.accumulate_dtype}"])
+        return " ".join([*parts, f"accumulate={self.accumulate_dtype}", *(["strict"] if self.strict else [])])
 
 
 def _check_count(field: str, count: object) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 class Record:
     """One call site's account.
 
-    ``bytes`` are what this rank sent, ``blocked_s`` the seconds that its program stood waiting for a piece, ``calls``
-    how often it ran; ``reason`` says in a sentence what the code ``reason_code`` stands for.
+    ``bytes`` are what this rank sent (in mode "collective" the least that it had to), ``blocked_s`` the seconds that
+    its program stood waiting for a piece, ``calls`` how often it ran; ``reason`` says in a sentence what the code
+    ``reason_code`` stands for.
     """
 
     site: str

@@ -11,11 +11,12 @@ It implements the sentence of :mod:`flashoverlap.schedule`, with these times:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
+from .costs import collective_cost, compute_seconds
 from .machine import Machine
 from .schedule import Collective, Compute, Exchange, Program, Schedule, ScheduleError
 from .trace import Span, Totals, Trace
@@ -179,7 +180,7 @@ class _Replay:
         """Starts ``op``; False if it takes no time."""
         seconds = self.compute_costs.get(op)
         if seconds is None:
-            seconds = self.compute_costs[op] = _compute_seconds(op, self.schedule, self.machine)
+            seconds = self.compute_costs[op] = compute_seconds(op, self.schedule, self.machine)
         rank.started_s = self.now
         if not seconds:
             if self.spans is not None:
@@ -316,7 +317,7 @@ class _Replay:
             return
         self.joined = 0
         ops = [other.wire[other.sent] for other in self.ranks]
-        seconds, moved = _collective_cost([op for op in ops if isinstance(op, Collective)], self.schedule, self.machine)
+        seconds, moved = collective_cost([op for op in ops if isinstance(op, Collective)], self.schedule, self.machine)
         for other, op, nbytes in zip(self.ranks, ops, moved, strict=True):
             other.leaving = other.arriving = self.ports
             if self.contention:
@@ -348,50 +349,6 @@ class _Replay:
 
 def _compute_span(rank: _Rank, op: Compute, end_s: float) -> Span:
     return Span(rank.number, "compute", f"{op.kernel or 'add'} {','.join(op.writes)}", rank.started_s, end_s)
-
-
-# --- costs ------------------------------------------------------------------------------------------------------------
-
-
-def _compute_seconds(op: Compute, schedule: Schedule, machine: Machine) -> float:
-    """The kernel on all rows that it reads, and each addition on the rows that it adds."""
-    seconds = machine.kernel(op.kernel).seconds(_rows(op.reads, schedule)) if op.kernel else 0.0
-    added = op.adds if op.kernel else op.adds[1:]  # the first term of a pure sum is what the others are added to
-    return seconds + sum(machine.add.seconds(schedule.size(name).rows) for name in added)
-
-
-def _collective_cost(ops: Sequence[Collective], schedule: Schedule, machine: Machine) -> tuple[float, list[int]]:
-    """Seconds of one collective, ``ops[rank]`` being each rank's view of it, and the bytes that each rank moves.
-
-    The bytes are those of the ideal algorithm; the rank that has most to move sets the time.
-    """
-    for rank, op in enumerate(ops):
-        if op.kind != ops[0].kind:
-            raise ScheduleError(f"{ops[0].kind} on rank 0 meets {op.kind} on rank {rank}")
-    moved = [round(_collective_bytes(op, len(ops), schedule)) for op in ops]
-    rounds = (len(ops) - 1) * (2 if ops[0].kind == "all_reduce" else 1)
-    return machine.collective_s(rounds, max(moved)), moved
-
-
-def _collective_bytes(op: Collective, ranks: int, schedule: Schedule) -> float:
-    """Bytes that a rank sends or receives, whichever is more; shares are of rows, as dtypes may differ."""
-    read, write = _bytes(op.reads, schedule), _bytes(op.writes, schedule)
-    if op.kind == "all_gather":
-        return write * (1 - _rows(op.reads, schedule) / (_rows(op.writes, schedule) or 1))
-    if op.kind == "reduce_scatter":
-        return read * (1 - _rows(op.writes, schedule) / (_rows(op.reads, schedule) or 1))
-    if op.kind == "all_reduce":
-        return 2 * read * (ranks - 1) / ranks
-    stays = _bytes(set(op.reads) & set(op.writes), schedule)
-    return max(read, write) - stays
-
-
-def _rows(names: Iterable[str], schedule: Schedule) -> int:
-    return sum(schedule.size(name).rows for name in names)
-
-
-def _bytes(names: Iterable[str], schedule: Schedule) -> int:
-    return sum(schedule.size(name).bytes for name in names)
 
 
 # --- schedules that cannot finish -------------------------------------------------------------------------------------

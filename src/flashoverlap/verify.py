@@ -1,8 +1,5 @@
 """Proof that a schedule is right: runs it symbolically on every rank at once, and holds the results to its flow.
 
-Values are multisets of terms. A term is an atom (``h1@2``: piece ``h1`` as rank 2 holds it at first) or a kernel of one
-rank applied to values (``mm@2(h1@2)``); equal terms have equal numbers, so that comparing values is cheap.
-
 [Note: strictest transport] Exchanges are taken as grouped rounds, as NCCL does them. A rank's next exchange starts when
 both halves of its current one are complete; a half is complete once the partner's current exchange is its counterpart;
 what is received may be read once both halves are. What runs here runs on one-sided and two-sided transports as well.
@@ -15,15 +12,12 @@ operation names, are not counted.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .flow import BLOCK, PIECE, Flow, flow_of
 from .schedule import COLLECTIVES, Collective, Compute, Exchange, Op, Schedule, ScheduleError
-
-Value = tuple[int, ...]  # numbers of its terms in ascending order
+from .spec import Spec, Terms, Value, spec_of
 
 
 @dataclass(frozen=True)
@@ -57,8 +51,8 @@ def verify(schedule: Schedule) -> Proof:
     for rank, program in enumerate(schedule.programs):
         for index, op in enumerate(program):
             _check(schedule, rank, index, op)
-    terms = _Terms()
-    spec = _all_to_all_spec(schedule, terms) if schedule.op == "all_to_all" else _flow_spec(schedule, terms)
+    terms = Terms()
+    spec = spec_of(schedule, terms)
     values = _Machine(schedule, spec, terms).run()
     for rank in range(schedule.ranks):
         for name, expected in spec.outputs[rank].items():
@@ -74,126 +68,10 @@ def verify(schedule: Schedule) -> Proof:
     )
 
 
-class _Terms:
-    """Numbers terms, the same term always alike, and prints them."""
-
-    def __init__(self) -> None:
-        self._number: dict[tuple[str, int, tuple[Value, ...] | None], int] = {}
-        self._terms: list[tuple[str, int, tuple[Value, ...] | None]] = []
-
-    def __call__(self, what: str, rank: int, arguments: Iterable[Value] | None = None) -> Value:
-        """The value of kernel ``what`` of ``rank`` on ``arguments``, in any order; of an atom where there are none."""
-        key = (what, rank, None if arguments is None else tuple(sorted(arguments)))
-        number = self._number.setdefault(key, len(self._terms))
-        if number == len(self._terms):
-            self._terms.append(key)
-        return (number,)
-
-    def text(self, value: Iterable[int]) -> str:
-        return " + ".join(self._text(number) for number in value)
-
-    def _text(self, number: int) -> str:
-        what, rank, arguments = self._terms[number]
-        return f"{what}@{rank}" + ("" if arguments is None else f"({', '.join(map(self.text, arguments))})")
-
-
-# --- what a schedule should do ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Spec:
-    """Per rank the values that it begins and must end with; ``needs[w]`` is read by the kernel that writes ``w`` though
-    the schedule does not say so (a weight gradient's local side)."""
-
-    inputs: list[dict[str, Value]]
-    outputs: list[dict[str, Value]]
-    needs: Mapping[str, tuple[str, ...]]
-
-
-def _flow_spec(schedule: Schedule, terms: _Terms) -> _Spec:
-    try:
-        flow = flow_of(schedule.op)
-    except ValueError as error:
-        raise ScheduleError(f"cannot verify {schedule.op!r}: {error}") from None
-    n = schedule.ranks
-    parts = {letter: _parts(schedule, PIECE, letter, map(str, range(n))) for letter in (flow.letters[0], flow.extra)}
-    flat = {letter: [(part, int(owner)) for owner, of in parts[letter].items() for part in of] for letter in parts}
-    inputs = [
-        {
-            letter + part: terms(letter + part, rank)
-            for letter in parts
-            for part, owner in flat[letter]
-            if owner == rank or not (flow.gather or letter == flow.extra)
-        }
-        for rank in range(n)
-    ]
-    outputs = [_wgrad_outputs(flow, terms, rank, flat) for rank in range(n)]
-    for part, owner in flat[flow.letters[0]] if flow.output else ():
-        of_rank = [_through(flow, terms, rank, part, owner) for rank in range(n)]
-        total = tuple(sorted(number for value in of_rank for number in value)) if flow.reduce else ()
-        for rank in range(n) if flow.reduce != "reduce_scatter" else (owner,):
-            outputs[rank][flow.output + part] = total or of_rank[rank]
-    first = [part for part, _ in flat[flow.letters[0]]]
-    needs = {
-        w.write: tuple(flow.letters[w.after] + part for part in first)
-        for w in flow.wgrads
-        if w.reads != flow.letters[w.after]
-    }
-    return _Spec(inputs, outputs, needs)
-
-
-def _through(flow: Flow, terms: _Terms, rank: int, part: str, owner: int) -> Value:
-    """Piece ``part`` as it is at first, taken through all kernels of ``rank``."""
-    value = terms(flow.letters[0] + part, owner if flow.gather else rank)
-    for kernel in flow.kernels:
-        value = terms(kernel, rank, (value,))
-    return value
-
-
-def _wgrad_outputs(flow: Flow, terms: _Terms, rank: int, flat: Mapping[str, list[tuple[str, int]]]) -> dict[str, Value]:
-    outputs: dict[str, Value] = {}
-    for w in flow.wgrads:
-        spread = flow.gather or w.reads == flow.extra
-        pieces = flat[w.reads] if w.reads else ()
-        reads = [terms(w.reads + part, owner if spread else rank) for part, owner in pieces]
-        outputs[w.write] = terms(w.kernel, rank, reads)
-    return outputs
-
-
-def _all_to_all_spec(schedule: Schedule, terms: _Terms) -> _Spec:
-    n = schedule.ranks
-    parts = _parts(schedule, BLOCK, "a", (f"{source}_{target}" for source in range(n) for target in range(n)))
-    inputs: list[dict[str, Value]] = [{} for _ in range(n)]
-    outputs: list[dict[str, Value]] = [{} for _ in range(n)]
-    for owner, of in parts.items():
-        source, target = map(int, owner.split("_"))
-        for part in of:
-            inputs[source]["a" + part] = terms("a" + part, source)
-            outputs[target]["p" + part] = terms("mm", source, (terms("a" + part, source),))
-    return _Spec(inputs, outputs, {})
-
-
-def _parts(schedule: Schedule, form: re.Pattern[str], letter: str, owners: Iterable[str]) -> dict[str, list[str]]:
-    """What the sizes say of how the pieces of ``letter`` are split: ``{"0": ["0.0", "0.1"], ...}`` by owner."""
-    if not letter:
-        return {}
-    matches = [form.match(name) for name, _ in schedule.sizes]
-    known = {match[0][len(letter) :] for match in matches if match and match[1] == letter}
-    splits = Counter(part.partition(".")[0] for part in known)
-    parts = {
-        owner: [owner] if owner in known else [f"{owner}.{split}" for split in range(splits[owner])] for owner in owners
-    }
-    listed = {part for of in parts.values() for part in of}
-    odd = [letter + part for part in sorted(known ^ listed)] + [letter + owner for owner in parts if not parts[owner]]
-    if odd:
-        raise ScheduleError(f"{schedule.op} on {schedule.ranks} ranks: the sizes do not say how {odd[0]} is split")
-    return parts
-
-
 # --- what it does -----------------------------------------------------------------------------------------------------
 
 
-def _reads(op: Op, spec: _Spec) -> tuple[str, ...]:
+def _reads(op: Op, spec: Spec) -> tuple[str, ...]:
     if isinstance(op, Exchange):
         return (op.send,)
     return op.reads + op.adds + spec.needs.get(op.writes[0], ()) if isinstance(op, Compute) else op.reads
@@ -212,7 +90,7 @@ def _writes(op: Op, rank: int) -> tuple[str, ...]:
 class _Machine:
     """All ranks side by side: each issues its program in order until a Compute waits; exchanges pair up behind it."""
 
-    def __init__(self, schedule: Schedule, spec: _Spec, terms: _Terms) -> None:
+    def __init__(self, schedule: Schedule, spec: Spec, terms: Terms) -> None:
         n = schedule.ranks
         self.schedule, self.spec, self.terms = schedule, spec, terms
         self.values = [dict(inputs) for inputs in spec.inputs]
@@ -434,9 +312,7 @@ def _malformed_collective(op: Collective, ranks: int) -> str:
     return ""
 
 
-def _check_output(
-    schedule: Schedule, terms: _Terms, rank: int, name: str, value: Value | None, expected: Value
-) -> None:
+def _check_output(schedule: Schedule, terms: Terms, rank: int, name: str, value: Value | None, expected: Value) -> None:
     if value == expected:
         return
     writes = [at for at, op in enumerate(schedule.programs[rank]) if name in _writes(op, rank)]
@@ -451,7 +327,7 @@ def _check_output(
     raise ScheduleError(f"{name} on rank {rank}: {'; '.join(found)}", schedule, rank, index)
 
 
-def _check_use(schedule: Schedule, spec: _Spec, rank: int) -> None:
+def _check_use(schedule: Schedule, spec: Spec, rank: int) -> None:
     idle: dict[str, int] = {}  # written and not read since
     for index, op in enumerate(schedule.programs[rank]):
         for name in _reads(op, spec):
@@ -463,7 +339,7 @@ def _check_use(schedule: Schedule, spec: _Spec, rank: int) -> None:
             raise _error(schedule, rank, index, f"{name} is {done} for nothing: no output, and nobody reads it")
 
 
-def _peak_bytes(schedule: Schedule, spec: _Spec, rank: int) -> int:
+def _peak_bytes(schedule: Schedule, spec: Spec, rank: int) -> int:
     """[Note: buffer lifetimes]"""
     program = schedule.programs[rank]
     end = len(program)
