@@ -1,0 +1,110 @@
+"""What a benchmark is to run: checked before anything starts, and handed to the ranks as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..lab import Lab, Link
+from ..overlap import DTYPES
+from .shape import SHAPES, MlpShape, Shape
+
+MODES = ("compute", "off", "collective", "slice", "flash", "auto")
+PASSES = ("forward", "train")
+PATTERNS = ("direct", "ring")
+PEERS = ("dtensor", "megatron")
+
+
+@dataclass(frozen=True)
+class Options:
+    """One benchmark.
+
+    Args:
+        shape: the workload and its sizes.
+        ranks: processes, one compute thread each.
+        link: rate of each rank's link as in "1gbit", or "none" for plain loopback.
+        modes: of :data:`MODES`; compute and off are always run.
+        peers: of :data:`PEERS`.
+        phase: "forward" or "train" (forward and backward).
+        dtype: of all tensors.
+        repeats: rounds that are timed.
+        splits: of mode flash: "auto" (the library's rule), "best" (of several), or a number.
+        pattern: of modes flash and auto.
+        trace: whether one further run of flash is traced.
+
+    Raises:
+        ValueError: an unknown name or a number out of range; the message has the option and its value.
+    """
+
+    shape: Shape
+    ranks: int = 2
+    link: str = "1gbit"
+    modes: tuple[str, ...] = ("off", "slice", "flash")
+    peers: tuple[str, ...] = ()
+    phase: str = "forward"
+    dtype: str = "float32"
+    repeats: int = 7
+    splits: str = "auto"
+    pattern: str = "direct"
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        Lab(self.ranks, self.link)  # checks both
+        for option, values, known in (
+            ("modes", self.modes, MODES),
+            ("peers", self.peers, PEERS),
+            ("pass", (self.phase,), PASSES),
+            ("dtype", (self.dtype,), DTYPES),
+            ("pattern", (self.pattern,), PATTERNS),
+        ):
+            _check_known(option, values, known)
+        if self.repeats < 1:
+            raise ValueError(f"--repeats {self.repeats}: at least 1 is needed")
+        if self.splits not in ("auto", "best") and not (self.splits.isdecimal() and int(self.splits) >= 1):
+            raise ValueError(f"--splits {self.splits}: 'auto', 'best' or a whole number of 1 or more is needed")
+        if self.trace and "flash" not in self.modes:
+            raise ValueError(f"--trace draws a run of mode flash, which --modes {','.join(self.modes)} leaves out")
+        self.shape.check()
+        uneven = self.shape.uneven(self.ranks)
+        if self.peers and uneven:
+            peers = ",".join(self.peers)
+            raise ValueError(f"--peers {peers} cannot take {uneven}, which {self.ranks} ranks do not divide")
+
+    @property
+    def train(self) -> bool:
+        """Whether the backward pass is run as well."""
+        return self.phase == "train"
+
+    @property
+    def link_bytes_per_s(self) -> int | None:
+        """The link's nominal rate; None on loopback."""
+        link = Link.parse(self.link)
+        return None if link is None else link.bytes_per_s
+
+    @property
+    def ideal_bytes(self) -> int:
+        """Bytes that the busiest rank has to move in one direction."""
+        size = {"float64": 8, "float32": 4}.get(self.dtype, 2)
+        return self.shape.ideal_elements(self.ranks, self.train) * size
+
+    def to_json(self) -> str:
+        """The options as text."""
+        return json.dumps({**asdict(self), "case": self.shape.case})
+
+    @staticmethod
+    def from_json(text: str) -> Options:
+        """Reads what :meth:`to_json` wrote."""
+        fields: dict[str, Any] = json.loads(text)
+        shape: type[MlpShape] = SHAPES[fields.pop("case")]
+        for name in ("modes", "peers"):
+            fields[name] = tuple(fields[name])
+        return Options(**{**fields, "shape": shape(**fields["shape"])})
+
+
+def _check_known(option: str, values: tuple[str, ...], known: tuple[str, ...]) -> None:
+    for value in values:
+        if value not in known:
+            raise ValueError(f"--{option} {value}: unknown; known: {', '.join(known)}")
+    if len(set(values)) < len(values):
+        raise ValueError(f"--{option} {','.join(values)}: named twice")

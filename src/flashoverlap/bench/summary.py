@@ -1,0 +1,166 @@
+"""From what each rank measured to the rows of the result. Pure arithmetic: no torch, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from .options import Options
+
+
+@dataclass
+class Part:
+    """What one rank measured of one candidate; lists have an entry a round.
+
+    Args:
+        row: the candidate's row.
+        detail: what the library says that it ran.
+        note: added to the detail.
+        seconds: from the barrier's end to the end of the pass.
+        other_cpu_s: CPU seconds of all threads but the main one.
+        blocked_s: that the program stood waiting; empty where nobody counts.
+        sent_bytes: by this rank; None where nobody counts.
+        max_abs_error: against the float64 reference; None where nothing is compared.
+        complaint: what is wrong with the values, or "".
+    """
+
+    row: str
+    detail: str = ""
+    note: str = ""
+    seconds: list[float] = field(default_factory=list)
+    other_cpu_s: list[float] = field(default_factory=list)
+    blocked_s: list[float] = field(default_factory=list)
+    sent_bytes: int | None = None
+    max_abs_error: float | None = None
+    complaint: str = ""
+
+
+@dataclass
+class Row:
+    """A row of the result; None where a number does not apply. The names are those of the JSON file."""
+
+    mode: str
+    detail: str
+    seconds: float | None = None
+    seconds_min: float | None = None
+    seconds_max: float | None = None
+    exposed_seconds: float | None = None
+    blocked_seconds: float | None = None
+    wire_cpu_seconds: float | None = None
+    communication_reduction: float | None = None
+    latency_reduction: float | None = None
+    wire_bytes: int | None = None
+    max_abs_error: float | None = None
+
+
+class Candidate:
+    """One candidate over all ranks: ``parts`` by rank."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.row = parts[0].row
+        self.rounds = [max(times) for times in zip(*(part.seconds for part in parts), strict=True)]
+        self.complaints = [f"rank {rank}: {part.complaint}" for rank, part in enumerate(parts) if part.complaint]
+
+    @property
+    def seconds(self) -> float:
+        """Median over the rounds of the slowest rank's time."""
+        return median(self.rounds)
+
+    @property
+    def detail(self) -> str:
+        """What was run, and the note."""
+        note = self.parts[0].note
+        return f"{self.parts[0].detail} ({note})" if note else self.parts[0].detail
+
+    def exposed(self, compute: Candidate) -> float:
+        """Median over the rounds of what was added to the computation of the same round."""
+        return median(mine - base for mine, base in zip(self.rounds, compute.rounds, strict=True))
+
+    def blocked(self) -> float | None:
+        """The slowest rank's median."""
+        counted = all(part.blocked_s for part in self.parts)
+        return max(median(part.blocked_s) for part in self.parts) if counted else None
+
+    def wire_cpu(self, compute: Candidate) -> float:
+        """CPU time of the other threads beyond that of compute: the busiest rank's median."""
+        pairs = zip(self.parts, compute.parts, strict=True)
+        return max(median(mine.other_cpu_s) - median(base.other_cpu_s) for mine, base in pairs)
+
+    def measured(self, compute: Candidate) -> Row:
+        """The row, without what compares it with off."""
+        sent, errors = [[getattr(p, name) for p in self.parts] for name in ("sent_bytes", "max_abs_error")]
+        return Row(
+            self.row,
+            self.detail,
+            seconds=self.seconds,
+            seconds_min=min(self.rounds),
+            seconds_max=max(self.rounds),
+            exposed_seconds=self.exposed(compute),
+            blocked_seconds=self.blocked(),
+            wire_cpu_seconds=self.wire_cpu(compute),
+            wire_bytes=None if None in sent else max(sent),
+            max_abs_error=None if None in errors else max(errors),
+        )
+
+
+@dataclass
+class Summary:
+    """All rows, what was wrong, and which candidate stood for which row."""
+
+    rows: list[Row]
+    complaints: list[str]
+    best: dict[str, int]
+
+
+def summarize(ranks: Sequence[Sequence[Part]]) -> Summary:
+    """The rows of a run: for each mode its best candidate with right values; wrong values get no timing.
+
+    Args:
+        ranks: what each rank measured, candidates in one order; compute and off are among them.
+    """
+    found = [Candidate(parts) for parts in zip(*ranks, strict=True)]
+    summary = Summary([], [f"{one.row} {one.detail}: {text}" for one in found for text in one.complaints], {})
+    compute = next(one for one in found if one.row == "compute")
+    for row in dict.fromkeys(one.row for one in found):
+        right = [(one.seconds, index) for index, one in enumerate(found) if one.row == row and not one.complaints]
+        if right:
+            summary.best[row] = min(right)[1]
+            summary.rows.append(found[min(right)[1]].measured(compute))
+        else:
+            errors = [part.max_abs_error for one in found if one.row == row for part in one.parts]
+            worst = max((error for error in errors if error is not None), default=None)
+            summary.rows.append(Row(row, "wrong values", max_abs_error=worst))
+    _compare(summary.rows)
+    return summary
+
+
+def _compare(rows: Iterable[Row]) -> None:
+    """Fills in the reductions against off."""
+    by_mode = {row.mode: row for row in rows}
+    off = by_mode["off"]
+    for row in by_mode.values():
+        if row.seconds is None or not off.seconds:
+            continue
+        row.latency_reduction = 1 - row.seconds / off.seconds
+        if row.mode != "compute" and off.exposed_seconds and off.exposed_seconds > 0:
+            row.communication_reduction = 1 - (row.exposed_seconds or 0.0) / off.exposed_seconds
+
+
+def as_json(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
+    """The result file, schema 1."""
+    compute = next(row for row in rows if row.mode == "compute").seconds
+    rate = options.link_bytes_per_s
+    return {
+        "schema": 1,
+        "case": options.shape.case,
+        "ranks": options.ranks,
+        "link_bytes_per_s": rate,
+        "dtype": options.dtype,
+        "pass": options.phase,
+        "shape": asdict(options.shape),  # pyright: ignore[reportArgumentType]
+        "bound_seconds": None if rate is None or compute is None else max(compute, options.ideal_bytes / rate),
+        "rows": [asdict(row) for row in rows],
+    }

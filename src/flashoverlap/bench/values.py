@@ -1,0 +1,34 @@
+"""Are the numbers right? Nothing is timed that has not been compared with the unsharded module in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+# what is allowed, for each unit of the largest value in the reference
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def compare(
+    found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], tolerance: float
+) -> tuple[float, str]:
+    """The largest error of all tensors, and what is wrong in words ("" where nothing is).
+
+    Args:
+        found: by name; each name of the reference has to be there.
+        reference: in float64.
+        tolerance: allowed for each unit of a tensor's largest value, and at least for one.
+    """
+    worst, complaints = 0.0, []
+    for name, right in reference.items():
+        mine = found.get(name)
+        if mine is None or mine.shape != right.shape:
+            complaints.append(f"{name} is {'missing' if mine is None else list(mine.shape)}, not {list(right.shape)}")
+            continue
+        error = float((mine.detach().double() - right).abs().max()) if right.numel() else 0.0
+        allowed = tolerance * max(1.0, float(right.abs().max()) if right.numel() else 0.0)
+        worst = max(worst, error) if error == error else error
+        if not error <= allowed:  # also where it is not a number
+            complaints.append(f"{name} differs by {error:.3g}, allowed is {allowed:.3g}")
+    return worst, "; ".join(complaints)
