@@ -12,6 +12,7 @@ from ..choice import Choice, choose
 from ..overlap import Overlap
 from ..patterns import build, split_sizes
 from ..report import Record, Report, call_site
+from .errors import naming
 from .execute import Kernel, execute
 from .layout import Layout, layout
 from .staging import Lease
@@ -38,15 +39,25 @@ class Call:
         self.dtype, self.device = like.dtype, like.device
         self.site = call_site()
         self.accumulate = torch.promote_types(like.dtype, getattr(torch, overlap.accumulate_dtype))
+        self.differentiable = torch.is_grad_enabled()  # within a Function, needs_input_grad does not tell
+        self._number = 0  # of the forward among all agreements of the group: what tells two equal calls apart
+        self._agreed = 0  # number of the agreement that the next run goes by
 
     def agree(self, phase: str, shared: str, shown: str, rows: int = 0) -> list[int]:
-        """Makes sure that all ranks make the same call (:func:`~flashoverlap.torch.transport.agree`)."""
+        """Makes sure that all ranks make the same call (:func:`~flashoverlap.torch.transport.agree`).
+
+        ``phase`` is "" for the forward; what comes later must belong to the same forward on every rank.
+        """
         if self.world_size == 1:
             return [rows]
         name = f"{self.op} {phase}".strip()
         settings = f"{self.dtype} {self.overlap}"
+        settings += f" of call {self._number}" if phase else ""
         with self.entered():
-            return agree(self.transport, f"{name} {settings} {shared}", f"{name}({shown}, {settings})", rows)
+            said = agree(self.transport, f"{name} {settings} {shared}", f"{name}({shown}, {settings})", rows)
+            self._agreed = self.transport.calls
+        self._number = self._number if phase else self._agreed
+        return said
 
     def agree_rows(self, shared: str, shown: str, rows: int) -> tuple[int, ...]:
         """The same for a shard of ``rows`` rows: returns every rank's, which must be those of torch.tensor_split."""
@@ -60,8 +71,14 @@ class Call:
         return tuple(owned)
 
     def choose(self, flow: str, rows: Sequence[int]) -> Choice:
-        """Mode, pattern and splits for pieces of these rows."""
-        return choose(self.overlap, flow, rows)
+        """Mode, pattern and splits for pieces of these rows; RuntimeError where strict forbids them."""
+        choice = choose(self.overlap, flow, rows)
+        if self.overlap.strict and self.overlap.mode not in ("auto", choice.mode):
+            raise RuntimeError(
+                f"{self.op}: mode {self.overlap.mode!r} was asked for, strictly, and {choice.mode!r} would be taken: "
+                f"{choice.reason}; nothing was sent"
+            )
+        return choice
 
     def layout(self, choice: Choice, outer: int, owned: tuple[int, ...], inner: int) -> Layout:
         """The layout of a sharded tensor under a choice."""
@@ -100,6 +117,8 @@ class Call:
         """
         schedule = build(flow, rows, pattern=choice.pattern, splits=choice.splits, row_bytes=widths)
         with self.entered():
+            if self.transport.calls != self._agreed and self.world_size > 1:
+                raise self._crowded()
             outcome = execute(schedule, self.transport, buffers, kernels, self.transport.spans)
         name = f"{self.op} {phase}".strip()
         REPORT.add(
@@ -121,11 +140,18 @@ class Call:
     def entered(self) -> Iterator[None]:
         """Keeps a second thread, or a kernel that calls an operator itself, off the group's channels."""
         if not self.transport.busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"{self.op}: another operator is running on this group at the moment; operators on one group must be "
-                "called one after another, in the same order on every rank; give a second thread a group of its own"
-            )
+            raise self._crowded()
         try:
-            yield
+            with naming(self.op):
+                yield
         finally:
             self.transport.busy.release()
+
+    def _crowded(self) -> RuntimeError:
+        """The error of two operators at once; their order between the ranks is lost, so the transport is given up."""
+        error = RuntimeError(
+            f"{self.op}: another operator is running on this group at the moment; operators on one group must be "
+            "called one after another, in the same order on every rank; give a second thread a group of its own"
+        )
+        self.transport.fail(error)
+        return error

@@ -7,19 +7,19 @@ reads. At the end all that is still under way is waited for, since the caller ma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..schedule import Collective, Compute, Exchange, Schedule
+from ..schedule import Compute, Exchange, Schedule
 from ..trace import Span
 
 Kernel = Callable[[Compute], None]
 
 
 class Outcome(NamedTuple):
-    """What one run cost: seconds that the program stood waiting, and bytes that it sent in exchanges."""
+    """What one run cost: seconds that the program stood waiting, and bytes that it sent (at least, in a collective)."""
 
     blocked_s: float
     sent_bytes: int
@@ -81,8 +81,10 @@ def _run(
             leaving.append((op, sent))
             sent_bytes += data.numel() * data.element_size()
         else:
-            ticket = _start(op, transport, buffers)
+            reads = [buffers(name) for name in op.reads]
+            ticket = transport.collective(op.kind, reads, [buffers(name) for name in op.writes])
             arriving.update(dict.fromkeys(op.writes, ticket))
+            sent_bytes += _least_bytes(op.kind, reads, transport.rank, transport.world_size)
     for name, ticket in arriving.items():
         blocked_s += _wait(ticket, name, transport.rank, spans)
     for op, ticket in leaving:
@@ -92,8 +94,11 @@ def _run(
     return Outcome(blocked_s, sent_bytes)
 
 
-def _start(op: Collective, transport: Any, buffers: Callable[[str], torch.Tensor]) -> Any:
-    return transport.collective(op.kind, [buffers(name) for name in op.reads], [buffers(name) for name in op.writes])
+def _least_bytes(kind: str, reads: Sequence[torch.Tensor], rank: int, world_size: int) -> int:
+    """The bytes that a collective has to send from this rank, however the backend does it."""
+    own = reads[0] if kind == "all_gather" else reads[rank]
+    gathered, scattered = own.nbytes * (world_size - 1), sum(read.nbytes for read in reads) - own.nbytes
+    return {"all_gather": gathered, "all_reduce": gathered + scattered}.get(kind, scattered)
 
 
 def _wait(ticket: Any, name: str, rank: int, spans: list[Span] | None) -> float:

@@ -10,90 +10,54 @@ themselves; as soon as a call sends to several, a thread posts each one when the
 [Note: who waits] Gloo cannot be polled, and a receive that has begun outlives its sender's death until the time-out.
 So a thread waits for the transfers (and notes when each was done), while the program waits for that thread, and
 meanwhile probes the peer with a message that nobody will take: to a peer that is gone it cannot be posted.
+
+[Note: hanging up] Letting go of a gloo group closes nothing while a thread still waits in it. But gloo closes all
+connections of a group as soon as a wait in it expires. So whoever gives up waits a millisecond for what never comes.
 """
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
+from ..trace import Span
+from .collectives import COLLECTIVES
+from .errors import PeerError, reason
+from .lastwords import LastWords
+from .rendezvous import private_groups
 from .staging import Staging
-from .transport import CARD_BYTES, DONE, PeerError
+from .transport import CARD_BYTES, DONE
 
-_DATA_TAG, _PROBE_TAG, _CARD_TAG, _CARD_TAGS = 1, 2, 16, 1 << 20
+# 3 is that of lastwords.py
+_DATA_TAG, _PROBE_TAG, _NEVER_TAG, _CARD_TAG, _CARD_TAGS = 1, 2, 4, 16, 1 << 30
 _PROBE_S = 0.1
 
 
-def gloo_backend(group: Any) -> Any | None:
-    """The gloo backend of a process group, or None where it has none for CPU tensors."""
-    if isinstance(group, dist.ProcessGroupGloo):
-        return group
-    try:
-        backend = group._get_backend(torch.device("cpu"))
-    except (AttributeError, RuntimeError):
-        return None
-    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
-
-
-class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
-    """A key-value store made of a group's own all-gather: what new groups of the same ranks are built over."""
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        super().__init__()
-        self._group, self._device = group, device
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Keeps a value until some rank asks."""
-        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
-
-    def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The value of ``key``; where it is another rank's, all ranks share what they have."""
-        if key not in self._values:
-            self._share()
-        return self._values[key]
-
-    def wait(self, keys: list[str], timeout: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns when all keys are there."""
-        for key in keys:
-            self.get(key)
-
-    def _share(self) -> None:
-        mine = torch.frombuffer(bytearray(pickle.dumps(self._values)), dtype=torch.uint8)
-        lengths = self._all_gather(torch.tensor([mine.numel()]))
-        padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        for length, theirs in zip(lengths, self._all_gather(padded), strict=True):
-            self._values.update(pickle.loads(bytes(theirs[: int(length)].tolist())))
-
-    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        tensor = tensor.to(self._device)
-        gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        self._group.allgather([gathered], [tensor]).wait()
-        return [part.cpu() for part in gathered]
-
-
 class _State:
-    """What the waiting threads share with the transport, without keeping it alive."""
+    """What the waiting threads share with the transport: the first error, and what peers said before they hung up."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: LastWords) -> None:
         self.error: PeerError | None = None
-        self.lock = threading.Lock()
+        self.words = words
+        self._lock = threading.Lock()
 
-    def fail(self, error: PeerError) -> None:
-        with self.lock:
-            self.error = self.error or error
+    def fail(self, message: str, error: BaseException, peer: int | None = None) -> None:
+        """Keeps the first error; ``peer`` is the rank whose connection failed, if that is what happened."""
+        with self._lock:
+            if self.error is None:
+                words = "" if peer is None else self.words.heard(peer)
+                self.error = PeerError(f"rank {peer} gave up: {words}" if words else f"{message} ({reason(error)})")
 
 
 class _Transfer:
@@ -101,7 +65,7 @@ class _Transfer:
 
     __slots__ = ("_gate", "_probe", "_state", "after", "done_s", "finish", "name", "peer", "posted_s", "start", "work")
 
-    def __init__(self, state: _State, probe: Callable[[int], None], peer: int, name: str) -> None:
+    def __init__(self, state: _State, probe: Callable[[int | None], None], peer: int | None, name: str) -> None:
         self._state, self._probe, self.peer, self.name = state, probe, peer, name
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -123,10 +87,10 @@ class _Transfer:
                 assert self.work is not None
                 self.work.wait()
                 self.done_s = time.monotonic()
-        except PeerError as error:
-            self._state.fail(error)
         except Exception as error:
-            self._state.fail(PeerError(f"{self.name} failed: {_first_line(error)}"))
+            if self.peer is None:
+                self._probe(None)  # a collective does not say who died
+            self._state.fail(f"{self.name} failed", error, self.peer)
         finally:
             self._gate.release()
 
@@ -165,29 +129,34 @@ class _Waiter:
             del job
 
     def close(self) -> None:
-        """Lets the thread end once it is through."""
+        """Lets the thread end once it is through, and waits for that if it can be soon."""
         self._queue.put(None)
+        if self.thread is not threading.current_thread():
+            self.thread.join(_PROBE_S)
 
 
 class Gloo:
     """Pieces of CPU tensors over gloo, between the ranks of ``group``.
 
-    Building it is collective over the group and uses the group for two small all-gathers; afterwards the group's own
-    messages are left alone. A transport that has failed is replaced at the next call.
+    Building it is collective over the group and uses the group for a few small messages with a tag of their own;
+    afterwards the group is left alone. A transport that has failed is replaced at the next call.
     """
 
-    def __init__(self, group: Any, device: torch.device | None = None) -> None:
+    def __init__(self, group: Any, device: torch.device = torch.device("cpu")) -> None:
         self.rank: int = group.rank()
         self.world_size: int = group.size()
         self.staging = Staging()
+        self.spans: list[Span] | None = None
         self.busy = threading.Lock()
-        backend = gloo_backend(group)
-        store = GroupStore(group, device or torch.device("cpu"))
-        self._groups = [_private_group(PrefixStore(way, store), group, backend) for way in ("up", "down")]
-        self._state = _State()
-        self._calls = 0
+        self._peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._groups = private_groups(group, device, ("up", "down"))
+        self._state = _State(LastWords(self.rank, self.world_size, self._group))
+        self._open = threading.Lock()  # until somebody has hung up
+        self.calls = 0
         self._unclaimed: list[Any] = []
-        self._probes: list[Any] = []
+        # never received; what is no longer kept can no longer be received, which is just as well
+        self._probes: deque[Any] = deque(maxlen=16)
+        self._byte = torch.zeros(1, dtype=torch.uint8)
         self._sent_to: int | None = None
         self._threads: dict[str, _Waiter] = {}
         self._finalizer = weakref.finalize(self, _close, self._threads)
@@ -202,47 +171,51 @@ class Gloo:
 
     def exchange_cards(self, card: bytes) -> list[bytes]:
         """Every rank's card; see :class:`~flashoverlap.torch.transport.Transport`."""
-        tag = self._next_tag()
-        mine = torch.frombuffer(bytearray(card), dtype=torch.uint8)
-        theirs = [torch.empty(CARD_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        cards, works = self._post_cards(card)
         peer = self.rank
         try:
-            receives = [(peer := rank, self._group(rank, self.rank).recv([theirs[rank]], rank, tag)) for rank in peers]
-            sends = [(peer := rank, self._group(self.rank, rank).send([mine], rank, tag)) for rank in peers]
-            for peer, work in receives + sends:  # noqa: B007 - the message names the last one
+            for peer, work in works:  # noqa: B007 - the message names the last one
                 work.wait()
         except RuntimeError as error:
-            raise self._give_up(f"rank {peer} of the group is gone or did not call in time", error) from error
-        theirs[self.rank] = mine
-        return [part.numpy().tobytes() for part in theirs]
+            raise self._give_up(f"rank {peer} of the group is gone or did not call in time", error, peer) from error
+        self._unclaimed.clear()  # all are in this call, so through with those before
+        return [part.numpy().tobytes() for part in cards]
 
     def refuse(self, card: bytes) -> None:
         """Leaves a card for each peer's next call; see :class:`~flashoverlap.torch.transport.Transport`."""
-        tag = self._next_tag()
-        mine = torch.frombuffer(bytearray(card), dtype=torch.uint8)
-        for rank in range(self.world_size):
-            if rank != self.rank and not self.failed:
-                try:
-                    self._unclaimed.append((mine, self._group(self.rank, rank).send([mine], rank, tag)))
-                except RuntimeError as error:
-                    self._give_up(f"rank {rank} of the group is gone", error)
+        with suppress(PeerError):
+            # theirs are received as well, or their sends would never end
+            self._unclaimed.append(self._post_cards(card))
 
-    def _next_tag(self) -> int:
-        self._calls += 1
+    def _post_cards(self, card: bytes) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
+        """Posts the exchange of cards with every peer: the cards by rank, and (peer, work) to wait for."""
+        self.calls += 1
         self._sent_to = None
-        return _CARD_TAG + self._calls % _CARD_TAGS
+        tag = _CARD_TAG + self.calls % _CARD_TAGS
+        cards = [torch.empty(CARD_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
+        cards[self.rank] = mine = torch.frombuffer(bytearray(card), dtype=torch.uint8)
+        peer = self.rank
+        try:
+            receives = [
+                (peer := rank, self._group(rank, self.rank).recv([cards[rank]], rank, tag)) for rank in self._peers
+            ]
+            sends = [(peer := rank, self._group(self.rank, rank).send([mine], rank, tag)) for rank in self._peers]
+        except RuntimeError as error:
+            raise self._give_up(f"rank {peer} of the group is gone", error, peer) from error
+        return cards, receives + sends
 
     def post(
         self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None
     ) -> tuple[_Transfer | Any, _Transfer | Any]:
         """Posts both halves of an exchange; see :class:`~flashoverlap.torch.transport.Transport`."""
         arriving = leaving = DONE
+        peer = frm
         try:
             if recv.numel():
                 arriving = self._transfer(frm, f"the receive from rank {frm}")
                 arriving.work = self._group(frm, self.rank).recv([recv], frm, _DATA_TAG)
                 self._thread("in").put(arriving)
+            peer = to
             if send.numel():
                 leaving = self._transfer(to, f"the send to rank {to}")
                 leaving.start = partial(self._group(self.rank, to).send, [send], to, _DATA_TAG)
@@ -254,24 +227,24 @@ class Gloo:
                     self._sent_to = -1
                 self._thread("out").put(leaving)
         except RuntimeError as error:
-            raise self._give_up(f"rank {to} or {frm} of the group is gone", error) from error
+            raise self._give_up(f"rank {peer} of the group is gone", error, peer) from error
         return leaving, arriving
 
     def collective(self, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:
         """Starts a collective of gloo's own; pieces are padded to one size, since gloo wants that."""
-        ticket = self._transfer((self.rank + 1) % self.world_size, kind)
+        ticket = self._transfer(None, f"{kind} with rank {', '.join(map(str, self._peers))}")
         try:
-            ticket.work, ticket.finish = _COLLECTIVES[kind](self._groups[0], self.rank, reads, writes)
+            ticket.work, ticket.finish = COLLECTIVES[kind](self._groups[0], self.rank, reads, writes)
         except RuntimeError as error:
-            raise self._give_up(f"{kind} could not start", error) from error
+            raise self._give_up(f"{ticket.name} could not start", error) from error
         self._thread("in").put(ticket)
         return ticket
 
     def fail(self, error: BaseException) -> None:
-        """Closes the private groups, which the peers notice."""
+        """Tells the peers and closes the private groups; see :class:`~flashoverlap.torch.transport.Transport`."""
         self._give_up("the call was broken off", error)
 
-    def _transfer(self, peer: int, name: str) -> _Transfer:
+    def _transfer(self, peer: int | None, name: str) -> _Transfer:
         return _Transfer(self._state, self._probe, peer, name)
 
     def _thread(self, way: str) -> _Waiter:
@@ -280,103 +253,29 @@ class Gloo:
             found = self._threads[way] = _Waiter(f"flashoverlap-{way}-{self.rank}")
         return found
 
-    def _probe(self, peer: int) -> None:
+    def _probe(self, peer: int | None) -> None:
         """Posts a byte that is never received, which fails once the connection is closed ([Note: who waits])."""
-        try:
-            byte = torch.zeros(1, dtype=torch.uint8)
-            self._probes.append((byte, self._group(self.rank, peer).send([byte], peer, _PROBE_TAG)))
-        except RuntimeError as error:
-            self._give_up(f"rank {peer} of the group is gone", error)
+        for other in self._peers if peer is None else [peer]:
+            try:
+                self._probes.append(self._group(self.rank, other).send([self._byte], other, _PROBE_TAG))
+            except RuntimeError as error:
+                if "Application timeout" not in str(error):  # else the thread whose wait has expired will say more
+                    self._give_up(f"rank {other} of the group is gone", error, other)
 
-    def _give_up(self, message: str, error: BaseException) -> PeerError:
-        self._state.fail(PeerError(f"{message} ({_first_line(error)})"))
-        self._groups = []
-        _close(self._threads)
+    def _give_up(self, message: str, error: BaseException, peer: int | None = None) -> PeerError:
+        """Notes the error unless there is one, says so to the peers and hangs up ([Note: hanging up])."""
+        self._state.fail(message, error, peer)
         assert self._state.error is not None
+        if self._open.acquire(blocking=False):  # never released
+            self._state.words.tell(str(self._state.error))
+            for group, other in product(self._groups, self._peers):  # whoever has hung up already is waited for in vain
+                with suppress(RuntimeError):
+                    group.recv([self._byte], other, _NEVER_TAG).wait(timedelta(milliseconds=1))
+            _close(self._threads)
         return self._state.error
-
-
-def _private_group(store: Any, group: Any, backend: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    if backend is not None:
-        options._timeout = backend.options._timeout
-        options._devices = backend.options._devices
-    else:
-        options._timeout = timedelta(minutes=30)
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
 
 
 def _close(threads: dict[str, _Waiter]) -> None:
     for waiter in threads.values():
         waiter.close()
     threads.clear()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-# --- gloo's own collectives, on pieces of unequal size ----------------------------------------------------------------
-
-
-def _padded(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The pieces as rows of one tensor, each padded to the largest."""
-    block = pieces[0].new_zeros(len(pieces), max(piece.numel() for piece in pieces))
-    for row, piece in zip(block, pieces, strict=True):
-        row[: piece.numel()] = piece.flatten()
-    return block
-
-
-def _unpad(block: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    for row, piece in zip(block, pieces, strict=True):
-        piece.flatten().copy_(row[: piece.numel()])
-
-
-def _all_gather(group: Any, rank: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:
-    if all(write.numel() == reads[0].numel() for write in writes):
-        # what is gathered is the caller's, and gloo would write it back
-        outputs = [torch.empty_like(write) if other == rank else write for other, write in enumerate(writes)]
-        return group.allgather([outputs], [reads[0]]), None
-    largest = max(write.numel() for write in writes)
-    mine = reads[0].new_zeros(largest)
-    mine[: reads[0].numel()] = reads[0].flatten()
-    block = mine.new_empty(len(writes), largest)
-    others = [other for other in range(len(writes)) if other != rank]
-    return group.allgather([list(block)], [mine]), lambda: _unpad(block[others], [writes[other] for other in others])
-
-
-def _reduce_scatter(group: Any, rank: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:
-    block = _padded(reads)
-    mine = block.new_empty(block.shape[1])
-    return group._reduce_scatter_base(mine, block.flatten()), lambda: _unpad(mine[None], writes)
-
-
-def _all_reduce(group: Any, rank: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:
-    block = torch.cat([read.flatten() for read in reads])
-
-    def finish() -> None:
-        for part, write in zip(block.split([write.numel() for write in writes]), writes, strict=True):
-            write.flatten().copy_(part)
-
-    return group.allreduce([block]), finish
-
-
-def _all_to_all(group: Any, rank: int, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:
-    sends, receives = [read.numel() for read in reads], [write.numel() for write in writes]
-    block = torch.cat([read.flatten() for read in reads])
-    arrived = block.new_empty(sum(receives))
-
-    def finish() -> None:
-        for part, write in zip(arrived.split(receives), writes, strict=True):
-            write.flatten().copy_(part)
-
-    return group.alltoall_base(arrived, block, receives, sends), finish
-
-
-_COLLECTIVES = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-}

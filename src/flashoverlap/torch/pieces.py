@@ -49,7 +49,7 @@ class Gathered:
                 yield self._rows(begin, end), place, place + end - begin
 
     def _rows(self, start: int, stop: int) -> torch.Tensor:
-        own = start >= self._start and stop <= self._stop
+        own = self._start <= start < stop <= self._stop  # not another's empty piece, which is written to
         return self.own[start - self._start : stop - self._start] if own else self.buffer[start:stop]
 
     def _cuts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:

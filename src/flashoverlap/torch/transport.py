@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend  # pyright: ignore[reportMissingModuleSource]
 
+from ..trace import Span
+from .errors import PeerError, naming
 from .staging import Staging
-
-
-class PeerError(RuntimeError):
-    """A peer died, stalled past the time-out, or refused the call; the message names it."""
 
 
 class Ticket(Protocol):
@@ -43,6 +41,10 @@ class Transport(Protocol):
     rank: int
     world_size: int
     staging: Staging
+    calls: int
+    """Agreements and refusals so far, as many on every rank."""
+    spans: list[Span] | None
+    """Where set, what every call did when is appended here."""
 
     def exchange_cards(self, card: bytes) -> list[bytes]:
         """Every rank's card, by rank; blocks until all have called. Cards have :data:`CARD_BYTES` bytes."""
@@ -89,6 +91,8 @@ class Silent:
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
         self.staging = Staging()
+        self.calls = 0
+        self.spans: list[Span] | None = None
         self.failed = False
         self.busy = threading.Lock()
 
@@ -174,28 +178,43 @@ _GROUPS: Any = (dist.ProcessGroup, Backend)
 
 # The one piece of module state: a group's private channels live as long as the group does.
 _transports: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_being_made: weakref.WeakSet[Any] = weakref.WeakSet()
 _transports_lock = threading.Lock()
 
 
-def transport_of(group: Any) -> Any:
-    """The transport of a process group, made at first use (collectively: every rank of the group must call).
+def transport_of(group: Any, op: str = "flashoverlap") -> Any:
+    """The transport of a process group, made at first use and again after a failure.
+
+    Making one is a collective of the group, like any other: all its ranks must call, and a rank that is in several
+    groups must call for them in the same order as their other ranks, lest two wait for each other until the time-out.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or a transport.
+        op: public name of the operator that asks, for error messages.
 
     Raises:
         ValueError: no group, a mesh of several dimensions, or a group that this rank is not in.
         TypeError: anything else.
+        PeerError: a rank of the group is gone or did not call within the time-out.
+        RuntimeError: two threads at once.
     """
     group = _process_group(group)
     if not isinstance(group, _GROUPS):
         return group
     with _transports_lock:
         found = _transports.get(group)
-    if found is None or found.failed:
-        found = _make(group)
+        if found is not None and not found.failed:
+            return found
+        if group in _being_made:
+            raise RuntimeError(f"{op}: another thread is about to use this group; give a second thread one of its own")
+        _being_made.add(group)
+    try:
+        with naming(op):
+            found = _make(group)
         with _transports_lock:
             _transports[group] = found
+    finally:
+        _being_made.discard(group)
     return found
 
 
@@ -211,6 +230,8 @@ def _process_group(group: Any) -> Any:
             raise ValueError(
                 f"a DeviceMesh of {group.ndim} dimensions {tuple(group.shape)}: one is needed, mesh['name']"
             )
+        if group.get_coordinate() is None:
+            raise ValueError("this rank is not a member of the DeviceMesh that was given")
         group = group.get_group()
     if isinstance(group, _GROUPS):
         if group.rank() < 0:  # pyright: ignore[reportAttributeAccessIssue]
@@ -223,7 +244,8 @@ def _process_group(group: Any) -> Any:
 
 def _make(group: Any) -> Any:
     from .device import Device
-    from .gloo import Gloo, gloo_backend
+    from .gloo import Gloo
+    from .rendezvous import gloo_backend
 
     if group.size() == 1:
         return Silent()

@@ -15,10 +15,10 @@ class Activation:
 
     Args:
         function: "silu", "gelu" (the exact one), or any differentiable callable that maps ``[rows, features]`` to the
-            same shape, row by row and without randomness.
+            same shape and dtype, row by row, without randomness and without parameters. It runs without autocast.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or a module whose own parameters want a gradient.
         TypeError: neither a name nor callable.
     """
 
@@ -28,7 +28,10 @@ class Activation:
                 raise ValueError(f"mlp: unknown activation {function!r}; known: silu, gelu, or a callable")
         elif not callable(function):
             raise TypeError(f"mlp: activation must be 'silu', 'gelu' or a callable, not {function!r}")
+        elif isinstance(function, torch.nn.Module) and any(p.requires_grad for p in function.parameters()):
+            raise ValueError(f"mlp: activation {function!r} has parameters, which would get no gradient; freeze them")
         self.function: Any = function
+        self.own = not isinstance(function, str)
         self.name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
 
     def into(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -38,7 +41,7 @@ class Activation:
         elif self.function == "gelu":
             _aten.gelu.out(x, out=out)
         else:
-            result = self.function(x)
+            result = self._call(x)
             if result.shape != x.shape or result.dtype != x.dtype:
                 raise ValueError(
                     f"mlp: {self.name} turned {x.dtype} {list(x.shape)} into {result.dtype} {list(result.shape)}"
@@ -54,6 +57,10 @@ class Activation:
         else:
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
-                result = self.function(leaf)
+                result = self._call(leaf)
             (gradient,) = torch.autograd.grad(result, leaf, grad)
             out.copy_(gradient)
+
+    def _call(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return self.function(x)

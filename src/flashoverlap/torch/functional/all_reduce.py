@@ -15,6 +15,7 @@ Which rank sums which rows is free here: rows of all dimensions are cut by torch
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from .kernels import matmul_into
 
 
 def _checked(op: str, x: Any, weight: Any, bias: Any, dim: int, overlap: Any, transport: Any) -> list[Any]:
-    with refusing(transport):
+    with refusing(transport) if transport else nullcontext():
         check_overlap(op, overlap)
         cast = autocast(x, weight, bias)
         check_tensors(op, cast[0], cast[1:2], cast[2:])
@@ -70,7 +71,7 @@ def linear_all_reduce(
         PeerError: a peer refused the call, died or stalled.
     """
     op = "linear_all_reduce"
-    transport = transport_of(group)
+    transport = transport_of(group, op)
     cast = _checked(op, x, weight_shard, bias, dim, overlap, transport)
     call = Call(op, transport, overlap, cast[0])
     flags = grads(x, weight_shard, bias)
@@ -106,10 +107,11 @@ def all_reduce_grad_linear(
         PeerError: a peer refused the call, died or stalled.
     """
     op = "all_reduce_grad_linear"
-    transport = transport_of(group)
-    cast = _checked(op, x, weight_shard, bias_shard, -2, overlap, transport)
+    transport = transport_of(group, op)
+    talks = torch.is_grad_enabled()  # without gradients nothing ever moves
+    cast = _checked(op, x, weight_shard, bias_shard, -2, overlap, transport if talks else None)
     call = Call(op, transport, overlap, cast[0])
-    if torch.is_grad_enabled():  # without gradients nothing ever moves
+    if talks:
         flags = grads(x, weight_shard, bias_shard)
         call.agree("", f"x={list(cast[0].shape)} {flags}", f"x {shape(cast[0])}, weight {shape(cast[1])}, {flags}")
     return _AllReduceGradLinear.apply(call, *cast)  # pyright: ignore[reportReturnType]
@@ -120,8 +122,9 @@ class _LinearAllReduce(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
         x, weight, bias = tensors
         ctx.save_for_backward(x, weight)
-        flat = flatten(x)
-        return _reduce(call, "all_reduce", flat, weight.t(), bias, "").view(*x.shape[:-1], weight.shape[0])
+        z = x.new_empty(*x.shape[:-1], weight.shape[0])
+        _reduce(call, "all_reduce", flatten(z), flatten(x), weight.t(), bias, "")
+        return z
 
     @staticmethod
     @once_differentiable
@@ -158,7 +161,8 @@ class _AllReduceGradLinear(torch.autograd.Function):
         if needs_x:
             flow = "all_reduce_backward" + ("" if needs_weight else "-w")
             call.agree("backward", f"{flow} x={list(x.shape)}", f"{flow}, x {shape(x)}")
-            dx = _reduce(call, flow, grad, weight, None, "backward", wgrad).view(x.shape)
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            _reduce(call, flow, flatten(dx), grad, weight, None, "backward", wgrad)
         elif needs_weight:
             wgrad(None)
         return None, dx, dweight, grad.sum(0) if needs_bias else None
@@ -167,17 +171,17 @@ class _AllReduceGradLinear(torch.autograd.Function):
 def _reduce(
     call: Call,
     flow: str,
+    full: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     phase: str,
     wgrad: Callable[[Any], None] | None = None,
-) -> torch.Tensor:
-    """``sum over ranks of x[M, K] @ weight[K, N]``, plus bias, as ``[M, N]`` on every rank."""
+) -> None:
+    """``full[M, N] = sum over ranks of x[M, K] @ weight[K, N]``, plus bias, on every rank."""
     owned = tuple(split_sizes(x.shape[0], call.world_size))
     choice = call.choose(flow, owned)
     rows = call.layout(choice, 1, owned, 1)
-    full = x.new_empty(rows.total, weight.shape[1])
     with call.leased() as lease:
         travels = call.travels(choice)
         collective = choice.pattern == "collective"
@@ -201,4 +205,3 @@ def _reduce(
         call.run(flow, choice, rows.rows, {"p": weight.shape[1] * x.itemsize}, tensor, kernels, phase)
         if collective:
             full.copy_(total if bias is None else total + bias)
-    return full

@@ -62,10 +62,12 @@ def all_gather_linear(
             between ranks.
         PeerError: a peer refused the call, died or stalled.
     """
-    transport = transport_of(group)
+    transport = transport_of(group, _OP)
     single = not isinstance(weight_shard, Sequence)
     with refusing(transport):
         check_overlap(_OP, overlap)
+        if not isinstance(save_gathered, bool):
+            raise TypeError(f"{_OP}: save_gathered must be True or False, not {save_gathered!r}")
         weights, biases = _lists(weight_shard, bias_shard)
         count = len(weights)
         cast = autocast(x_shard, *weights, *biases)
@@ -110,7 +112,7 @@ class _AllGatherLinear(torch.autograd.Function):
         outputs = tuple(x.new_empty(*full, weight.shape[0]) for weight in weights)
         flat = [flatten(y) for y in outputs]
         with call.leased() as lease:
-            kept = save_gathered and any(ctx.needs_input_grad[6 : 6 + count])
+            kept = save_gathered and call.differentiable and any(ctx.needs_input_grad[6 : 6 + count])
             buffer = x.new_empty(rows.total, features) if kept else lease.tensor(rows.total, features, x.dtype)
             gathered = Gathered(rows, call.rank, own, buffer)
 

@@ -75,12 +75,12 @@ def mlp(
             between ranks.
         PeerError: a peer refused the call, died or stalled.
     """
-    transport = transport_of(group)
+    transport = transport_of(group, _OP)
     with refusing(transport):
         check_overlap(_OP, overlap)
         function = Activation(activation)
         cast: list[Any] = autocast(x_shard, up, gate, down, up_bias, gate_bias, down_bias)
-        check_tensors(_OP, cast[0], [w for w in cast[1:4] if w is not None], cast[4:])
+        check_tensors(_OP, cast[0], [cast[1], cast[3], *([] if gate is None else [cast[2]])], cast[4:])
         _check_shapes(*cast)
         row_dim = check_dim(_OP, cast[0], dim)
     call = Call(_OP, transport, overlap, cast[0])
@@ -177,7 +177,7 @@ class _Mlp(torch.autograd.Function):
         rows = call.layout(choice, outer, owned, inner)
         features, columns = x.shape[-1], down.shape[0]
         z = x.new_empty(*x.shape[:-1], columns)
-        keep = any(ctx.needs_input_grad)
+        keep = call.differentiable and any(ctx.needs_input_grad)
         with call.leased() as lease:
             own = flatten(x)
             gathered = Gathered(rows, call.rank, own, lease.tensor(rows.total, features, x.dtype))
@@ -196,6 +196,7 @@ class _Mlp(torch.autograd.Function):
             kernels = {"up": raise_pieces, "down": lambda op: scattered.multiply(op, product), "": scattered.add}
             widths = {"x": features * x.itemsize, "h": up.shape[0] * x.itemsize, "p": columns * x.itemsize}
             call.run("mlp", choice, rows.rows, widths, _by_letter(gathered, scattered, "x"), kernels)
+            _end(call, function)
             if choice.pattern == "collective":
                 scattered.collected()
             kept = (hidden.raised.buffer, hidden.gated and hidden.gated.buffer) if keep else (None, None)
@@ -224,7 +225,8 @@ class _Backward:
         call: Call = ctx.call
         x, self.up, self.gate, self.down, *_, raised, gated = ctx.saved_tensors
         outer, _, inner = around(x.shape, ctx.dim)
-        enters = needs["up"] or needs["gate"] or needs["up_bias"] or needs["gate_bias"]
+        biased = needs["up_bias"] or needs["gate_bias"]
+        enters = needs["up"] or needs["gate"] or (biased and not needs["x"])  # dx makes what biases need, without x
         leaves = needs["down"] or needs["down_bias"]
         flow = "mlp_backward" + ("" if enters else "-w") + ("" if leaves else "-v") + ("" if needs["x"] else "-z")
         call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
@@ -252,6 +254,8 @@ class _Backward:
             size = x.itemsize
             widths = {"x": columns * size, "g": features * size, "p": features * size, "h": hidden * size}
             call.run(flow, choice, rows.rows, widths, self._tensor, kernels, "backward")
+            _end(call, ctx.function)
+            self._bias_grads()
             if choice.pattern == "collective" and needs["x"]:
                 self.dx.collected()
         self.grads["x"] = dx.view(x.shape)
@@ -295,11 +299,21 @@ class _Backward:
 
     def _wgrad_up(self, op: Any) -> None:
         x = self.x.all()
-        for weight, bias, grad in (("up", "up_bias", self.draised), ("gate", "gate_bias", self.dgated)):
+        for weight, grad in (("up", self.draised), ("gate", self.dgated)):
             if grad is not None and self.needs[weight]:
                 self.grads[weight] = torch.mm(grad.t(), x)
-            if grad is not None and self.needs[bias]:
+        self._bias_grads()
+
+    def _bias_grads(self) -> None:
+        for bias, grad in (("up_bias", self.draised), ("gate_bias", self.dgated)):
+            if grad is not None and self.needs[bias] and self.grads[bias] is None:
                 self.grads[bias] = grad.sum(0)
+
+
+def _end(call: Call, function: Activation) -> None:
+    """The caller's own activation may have failed on one rank: then no rank goes on before all are through."""
+    if function.own:
+        call.agree("end", "", "")
 
 
 def _scattered(

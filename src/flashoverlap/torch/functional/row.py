@@ -60,7 +60,7 @@ def linear_reduce_scatter(
             between ranks.
         PeerError: a peer refused the call, died or stalled.
     """
-    transport = transport_of(group)
+    transport = transport_of(group, _OP)
     with refusing(transport):
         check_overlap(_OP, overlap)
         cast = autocast(x, weight_shard, bias)
