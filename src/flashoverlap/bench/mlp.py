@@ -36,7 +36,7 @@ class Mlp(Case):
         """Own rows of the output by one ``fo.mlp``."""
         x, up, down = (self.leaves[name] for name in ("x", "up", "down"))
         gate, activation = self.leaves.get("gate"), self.shape.activation
-        return fo.mlp(x, up, down, gate=gate, activation=activation, group=group, overlap=overlap)  # pyright: ignore[reportCallIssue]
+        return fo.mlp(x, up, down, gate=gate, activation=activation, group=group, overlap=overlap)
 
     def reference(self, train: bool) -> dict[str, torch.Tensor]:
         """Own parts of what the unsharded module gives in float64, some rows at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -17,6 +17,14 @@ from .execute import Kernel, execute
 from .layout import Layout, layout
 from .staging import Lease
 from .transport import agree
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(function: F) -> F:
+    """Keeps torch.compile out of an operator: its graph breaks there. Type checkers keep the signature."""
+    return cast(F, torch.compiler.disable(function))
+
 
 # What fo.report() shows; the records of a process are one table by nature.
 REPORT = Report()

@@ -61,7 +61,13 @@ class Device(Gloo):
         self._global = dist.get_process_group_ranks(group)
         self._data: Any = dist.new_group(self._global, use_local_synchronization=True, backend=dist.get_backend(group))
 
-    def post(self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None) -> tuple[Any, Any]:
+    def expect(self, recv: torch.Tensor, frm: int) -> Any | None:
+        """Nothing yet: a grouped round is posted as a whole."""
+        return None
+
+    def post(
+        self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None, expected: Any = None
+    ) -> tuple[Any, Any]:
         """Posts one grouped round; see :class:`~flashoverlap.torch.transport.Transport`."""
         if isinstance(after, _Round):
             after.wait()

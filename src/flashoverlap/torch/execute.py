@@ -2,6 +2,10 @@
 
 [Note: order] The program is issued in order. An exchange is posted and never blocks; a Compute first waits for what it
 reads. At the end all that is still under way is waited for, since the caller may then write to what was sent.
+
+[Note: ready early] A sender may be ahead, and where its data leaves only once the receiver is ready the wire would
+stand idle until then. So before the first computation, after the exchanges that precede it, the transport may get ready
+for all receives of the program. They come in program order from each rank either way, and every name is received once.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..schedule import Compute, Exchange, Schedule
+from ..schedule import Compute, Exchange, Program, Schedule
 from ..trace import Span
 
 Kernel = Callable[[Compute], None]
@@ -58,12 +62,16 @@ def _run(
     kernels: Mapping[str, Kernel],
     spans: list[Span] | None,
 ) -> Outcome:
+    program = schedule.programs[transport.rank]
     arriving: dict[str, Any] = {}
+    expected: dict[str, Any] | None = None
     leaving: list[tuple[Exchange, Any]] = []
     blocked_s, sent_bytes = 0.0, 0
     clock = time.monotonic
-    for op in schedule.programs[transport.rank]:
+    for index, op in enumerate(program):
         if isinstance(op, Compute):
+            if expected is None:
+                expected = _expect(program[index:], transport, buffers)
             for name in op.reads + op.adds:
                 ticket = arriving.get(name)
                 if ticket is not None:
@@ -76,7 +84,8 @@ def _run(
                 spans.append(Span(transport.rank, "compute", str(op), begin, clock()))
         elif isinstance(op, Exchange):
             data = buffers(op.send)
-            sent, received = transport.post(data, op.to, buffers(op.recv), op.frm, arriving.get(op.send))
+            early = expected.get(op.recv) if expected else None
+            sent, received = transport.post(data, op.to, buffers(op.recv), op.frm, arriving.get(op.send), early)
             arriving[op.recv] = received
             leaving.append((op, sent))
             sent_bytes += data.numel() * data.element_size()
@@ -92,6 +101,11 @@ def _run(
     if spans is not None:
         _add_transfers(spans, schedule, transport.rank, arriving, leaving)
     return Outcome(blocked_s, sent_bytes)
+
+
+def _expect(program: Program, transport: Any, buffers: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    """Gets ready for all receives to come ([Note: ready early])."""
+    return {op.recv: transport.expect(buffers(op.recv), op.frm) for op in program if isinstance(op, Exchange)}
 
 
 def _least_bytes(kind: str, reads: Sequence[torch.Tensor], rank: int, world_size: int) -> int:

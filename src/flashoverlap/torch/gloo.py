@@ -204,30 +204,37 @@ class Gloo:
             raise self._give_up(f"rank {peer} of the group is gone", error, peer) from error
         return cards, receives + sends
 
+    def expect(self, recv: torch.Tensor, frm: int) -> _Transfer | Any:
+        """Posts a receive; see :class:`~flashoverlap.torch.transport.Transport`."""
+        if not recv.numel():
+            return DONE
+        arriving = self._transfer(frm, f"the receive from rank {frm}")
+        try:
+            arriving.work = self._group(frm, self.rank).recv([recv], frm, _DATA_TAG)
+        except RuntimeError as error:
+            raise self._give_up(f"rank {frm} of the group is gone", error, frm) from error
+        self._thread("in").put(arriving)
+        return arriving
+
     def post(
-        self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None
+        self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None, expected: Any = None
     ) -> tuple[_Transfer | Any, _Transfer | Any]:
         """Posts both halves of an exchange; see :class:`~flashoverlap.torch.transport.Transport`."""
-        arriving = leaving = DONE
-        peer = frm
+        arriving = expected or self.expect(recv, frm)
+        if not send.numel():
+            return DONE, arriving
+        leaving = self._transfer(to, f"the send to rank {to}")
+        leaving.start = partial(self._group(self.rank, to).send, [send], to, _DATA_TAG)
+        leaving.after = after if isinstance(after, _Transfer) else None
         try:
-            if recv.numel():
-                arriving = self._transfer(frm, f"the receive from rank {frm}")
-                arriving.work = self._group(frm, self.rank).recv([recv], frm, _DATA_TAG)
-                self._thread("in").put(arriving)
-            peer = to
-            if send.numel():
-                leaving = self._transfer(to, f"the send to rank {to}")
-                leaving.start = partial(self._group(self.rank, to).send, [send], to, _DATA_TAG)
-                leaving.after = after if isinstance(after, _Transfer) else None
-                if leaving.after is None and self._sent_to in (None, to):  # [Note: one after another]
-                    leaving.work = leaving.start()
-                    self._sent_to = to
-                else:
-                    self._sent_to = -1
-                self._thread("out").put(leaving)
+            if leaving.after is None and self._sent_to in (None, to):  # [Note: one after another]
+                leaving.work = leaving.start()
+                self._sent_to = to
+            else:
+                self._sent_to = -1
         except RuntimeError as error:
-            raise self._give_up(f"rank {peer} of the group is gone", error, peer) from error
+            raise self._give_up(f"rank {to} of the group is gone", error, to) from error
+        self._thread("out").put(leaving)
         return leaving, arriving
 
     def collective(self, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend  # pyright: ignore[reportMissingModuleSource]
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..trace import Span
 from .errors import PeerError, naming
@@ -54,11 +55,18 @@ class Transport(Protocol):
         """Leaves a card for the peers of this call without waiting for theirs."""
         ...
 
-    def post(self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None) -> tuple[Any, Any]:
+    def expect(self, recv: torch.Tensor, frm: int) -> Any | None:
+        """Gets ready for a receive that is posted later; its ticket, or None where both halves go together."""
+        ...
+
+    def post(
+        self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None, expected: Any = None
+    ) -> tuple[Any, Any]:
         """Posts one exchange of contiguous tensors and returns the tickets of its two halves.
 
         Sends leave one after another in the order of posting; ``after`` is the ticket of the receive that fills
-        ``send``, where it is to be handed on. Empty tensors move nothing.
+        ``send``, where it is to be handed on; ``expected`` what :meth:`expect` gave for ``recv``. Empty tensors move
+        nothing.
         """
         ...
 
@@ -103,7 +111,13 @@ class Silent:
     def refuse(self, card: bytes) -> None:
         """There is nobody to tell."""
 
-    def post(self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None) -> tuple[Any, Any]:
+    def expect(self, recv: torch.Tensor, frm: int) -> Any | None:
+        """Nothing will come."""
+        return DONE
+
+    def post(
+        self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None, expected: Any = None
+    ) -> tuple[Any, Any]:
         """Moves nothing."""
         return DONE, DONE
 
@@ -177,13 +191,13 @@ _GROUPS: Any = (dist.ProcessGroup, Backend)
 # --- finding a group's transport --------------------------------------------------------------------------------------
 
 # The one piece of module state: a group's private channels live as long as the group does.
-_transports: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_transports: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _being_made: weakref.WeakSet[Any] = weakref.WeakSet()
 _transports_lock = threading.Lock()
 
 
-def transport_of(group: Any, op: str = "flashoverlap") -> Any:
-    """The transport of a process group, made at first use and again after a failure.
+def transport_of(group: Any, op: str = "flashoverlap", like: object = None) -> Any:
+    """The transport of a process group for tensors of one kind of device, made at first use and again after a failure.
 
     Making one is a collective of the group, like any other: all its ranks must call, and a rank that is in several
     groups must call for them in the same order as their other ranks, lest two wait for each other until the time-out.
@@ -191,9 +205,11 @@ def transport_of(group: Any, op: str = "flashoverlap") -> Any:
     Args:
         group: a process group, a one-dimensional DeviceMesh, or a transport.
         op: public name of the operator that asks, for error messages.
+        like: a tensor on the device in question; a CPU tensor unless given.
 
     Raises:
-        ValueError: no group, a mesh of several dimensions, or a group that this rank is not in.
+        ValueError: no group, a mesh of several dimensions, a group that this rank is not in, or one that has no gloo
+            backend for CPU tensors.
         TypeError: anything else.
         PeerError: a rank of the group is gone or did not call within the time-out.
         RuntimeError: two threads at once.
@@ -201,8 +217,9 @@ def transport_of(group: Any, op: str = "flashoverlap") -> Any:
     group = _process_group(group)
     if not isinstance(group, _GROUPS):
         return group
+    device = like.device.type if isinstance(like, torch.Tensor) else "cpu"
     with _transports_lock:
-        found = _transports.get(group)
+        found = _transports.setdefault(group, {}).get(device)
         if found is not None and not found.failed:
             return found
         if group in _being_made:
@@ -210,17 +227,13 @@ def transport_of(group: Any, op: str = "flashoverlap") -> Any:
         _being_made.add(group)
     try:
         with naming(op):
-            found = _make(group)
-        with _transports_lock:
-            _transports[group] = found
+            found = _transports[group][device] = _make(group, device)
     finally:
         _being_made.discard(group)
     return found
 
 
 def _process_group(group: Any) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
     if group is None:
         raise ValueError("group=None: the process group or one-dimensional DeviceMesh must be given explicitly")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -242,11 +255,16 @@ def _process_group(group: Any) -> Any:
     raise TypeError(f"group must be a process group or a one-dimensional DeviceMesh, not {type(group).__name__}")
 
 
-def _make(group: Any) -> Any:
+def _make(group: Any, device: str) -> Any:
+    # late: they are made of what this module defines
     from .device import Device
     from .gloo import Gloo
     from .rendezvous import gloo_backend
 
     if group.size() == 1:
         return Silent()
-    return Gloo(group) if gloo_backend(group) is not None else Device(group)
+    if device != "cpu":
+        return Device(group)
+    if gloo_backend(group) is None:
+        raise ValueError("the group has no gloo backend, which CPU tensors need")
+    return Gloo(group)

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ...overlap import Overlap
 from ...patterns import split_sizes
-from ..call import Call
+from ..call import Call, eager
 from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
 from ..layout import flatten
 from ..pieces import Scattered
@@ -42,7 +42,7 @@ def _checked(op: str, x: Any, weight: Any, bias: Any, dim: int, overlap: Any, tr
     return cast
 
 
-@torch.compiler.disable
+@eager
 def linear_all_reduce(
     x: torch.Tensor,
     weight_shard: torch.Tensor,
@@ -71,7 +71,7 @@ def linear_all_reduce(
         PeerError: a peer refused the call, died or stalled.
     """
     op = "linear_all_reduce"
-    transport = transport_of(group, op)
+    transport = transport_of(group, op, x)
     cast = _checked(op, x, weight_shard, bias, dim, overlap, transport)
     call = Call(op, transport, overlap, cast[0])
     flags = grads(x, weight_shard, bias)
@@ -80,7 +80,7 @@ def linear_all_reduce(
     return _LinearAllReduce.apply(call, *cast)  # pyright: ignore[reportReturnType]
 
 
-@torch.compiler.disable
+@eager
 def all_reduce_grad_linear(
     x: torch.Tensor,
     weight_shard: torch.Tensor,
@@ -107,7 +107,7 @@ def all_reduce_grad_linear(
         PeerError: a peer refused the call, died or stalled.
     """
     op = "all_reduce_grad_linear"
-    transport = transport_of(group, op)
+    transport = transport_of(group, op, x)
     talks = torch.is_grad_enabled()  # without gradients nothing ever moves
     cast = _checked(op, x, weight_shard, bias_shard, -2, overlap, transport if talks else None)
     call = Call(op, transport, overlap, cast[0])

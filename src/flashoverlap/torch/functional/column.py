@@ -22,7 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...overlap import Overlap
-from ..call import Call
+from ..call import Call, eager
 from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
 from ..layout import Layout, around, flatten
 from ..pieces import Gathered, Scattered
@@ -32,7 +32,7 @@ from .kernels import linear_into, matmul_into
 _OP = "all_gather_linear"
 
 
-@torch.compiler.disable
+@eager
 def all_gather_linear(
     x_shard: torch.Tensor,
     weight_shard: torch.Tensor | Sequence[torch.Tensor],
@@ -62,7 +62,7 @@ def all_gather_linear(
             between ranks.
         PeerError: a peer refused the call, died or stalled.
     """
-    transport = transport_of(group, _OP)
+    transport = transport_of(group, _OP, x_shard)
     single = not isinstance(weight_shard, Sequence)
     with refusing(transport):
         check_overlap(_OP, overlap)

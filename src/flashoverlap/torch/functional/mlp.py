@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ...overlap import Overlap
 from ...patterns import split_sizes
-from ..call import Call
+from ..call import Call, eager
 from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
 from ..layout import Layout, around, flatten
 from ..pieces import Gathered, Scattered
@@ -37,7 +37,7 @@ from .kernels import linear_into, matmul_into
 _OP = "mlp"
 
 
-@torch.compiler.disable
+@eager
 def mlp(
     x_shard: torch.Tensor,
     up: torch.Tensor,
@@ -75,7 +75,7 @@ def mlp(
             between ranks.
         PeerError: a peer refused the call, died or stalled.
     """
-    transport = transport_of(group, _OP)
+    transport = transport_of(group, _OP, x_shard)
     with refusing(transport):
         check_overlap(_OP, overlap)
         function = Activation(activation)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ...overlap import Overlap
 from ...patterns import split_sizes
-from ..call import Call
+from ..call import Call, eager
 from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
 from ..layout import around, flatten
 from ..pieces import Gathered, Scattered
@@ -32,7 +32,7 @@ from .kernels import matmul_into
 _OP = "linear_reduce_scatter"
 
 
-@torch.compiler.disable
+@eager
 def linear_reduce_scatter(
     x: torch.Tensor,
     weight_shard: torch.Tensor,
@@ -60,7 +60,7 @@ def linear_reduce_scatter(
             between ranks.
         PeerError: a peer refused the call, died or stalled.
     """
-    transport = transport_of(group, _OP)
+    transport = transport_of(group, _OP, x)
     with refusing(transport):
         check_overlap(_OP, overlap)
         cast = autocast(x, weight_shard, bias)
