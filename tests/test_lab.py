@@ -134,7 +134,7 @@ def test_link_refuses_rates_out_of_range(text):
 def test_bucket_holds_a_packet_of_the_size_that_the_interface_is_told(text):
     link = Link.parse(text)
     assert link is not None
-    assert 1448 < link.packet_bytes <= 65536
+    assert 1448 < link.packet_bytes <= 3 * 65536
     frames = -(-link.packet_bytes // 1448)
     assert link.packet_bytes + 66 * frames <= link.burst_bytes < link.queue_bytes
 

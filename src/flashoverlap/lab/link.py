@@ -17,16 +17,19 @@ _MAX_BYTES_PER_S = 32 * 10**9 // 8
 # [Note: burst and packet size]
 # A token bucket passes a packet once it holds tokens for the whole of it, so the bucket cannot be smaller than the
 # largest packet, and what it holds passes for free after a pause, which a wire does not allow: a message of n bytes
-# takes about (n - burst) / rate. Large packets cost little CPU, and the kernel would hand down 64 KiB at a time
-# (segmentation offload): half a millisecond of a 1 Gbit/s link. So the interface is told a smaller limit, PACKET_S of
-# line time. The bucket is larger than that by TIMER_S of line time: the tokens of a timer that fires late by no more
-# are kept, and beyond that rate is lost. Half the packet costs about three times the CPU at 1 Gbit/s; twice the
-# burst makes a message of 256 KiB a seventh shorter than the wire would.
-PACKET_S = 250e-6
+# takes about (n - burst) / rate, so it ends up to PACKET_S early. On the other side every packet costs CPU time, mostly
+# in interrupts that stop whatever computes there, and the lab is to cost little: packets of a quarter of a millisecond
+# slowed the matmuls beside a busy 1 Gbit/s link by 15 %, of 64 KiB by 7 %, of 192 KiB by 3 %, most of which is copying.
+# Beyond 64 KiB they take a kernel that hands down larger ones for IPv4 (6.3 or newer); an older one stays at 64 KiB.
+# The bucket is larger than a packet by TIMER_S of line time: the tokens of a timer that fires late by no more are kept,
+# and beyond that rate is lost. The bucket toward a rank holds SLACK packets more, so that a stream which the sender's
+# bucket has spaced already passes without a timer of its own.
+PACKET_S = 2.5e-3
 TIMER_S = 50e-6
+SLACK = 2
 _FRAME_BYTES = 1514
 _HEADER_BYTES = 66
-_MAX_PACKET_BYTES = 65536
+_MAX_PACKET_BYTES = 3 * 65536
 _OFFLOAD_RESERVE_BYTES = 512  # TCP keeps some 320 bytes of the offload limit for itself.
 
 # Room before the bucket, in line time: what many senders to one rank may have waiting. With 5 ms eight senders lose
@@ -72,6 +75,11 @@ class Link:
         """What may pass at once after a pause; see [Note: burst and packet size]."""
         frames = self.packet_bytes // (_FRAME_BYTES - _HEADER_BYTES) + 1
         return self.packet_bytes + frames * _HEADER_BYTES + round(self.bytes_per_s * TIMER_S)
+
+    @property
+    def slack_burst_bytes(self) -> int:
+        """The burst of the bucket toward a rank."""
+        return self.burst_bytes + SLACK * self.packet_bytes
 
     @property
     def queue_bytes(self) -> int:

@@ -21,9 +21,10 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from flashoverlap.lab import namespace
+from flashoverlap.lab import namespace, packet
 from flashoverlap.lab.link import Link
 
 NETWORK = ipaddress.IPv4Network("10.77.0.0/16")
@@ -69,7 +70,7 @@ def wire(run_id: str, link: Link, switch_fd: int, rank_fds: list[int]) -> None:
             netlink.link("add", ifname=name, kind="veth", peer={"ifname": interface(run_id), "net_ns_fd": fd})
             (index,) = netlink.link_lookup(ifname=name)
             netlink.link("set", index=index, master=bridge)
-            _limit(netlink, index, link)
+            _limit(netlink, index, link, link.slack_burst_bytes)
             _raise_interface(netlink, index)
     for rank, fd in enumerate(rank_fds):
         with _netlink(fd) as netlink, _step(f"setting up the interface of rank {rank}"):
@@ -77,8 +78,9 @@ def wire(run_id: str, link: Link, switch_fd: int, rank_fds: list[int]) -> None:
             netlink.link("set", index=loopback, state="up")
             (index,) = netlink.link_lookup(ifname=interface(run_id))
             netlink.addr("add", index=index, address=address(rank), prefixlen=NETWORK.prefixlen)
-            _limit(netlink, index, link)
+            _limit(netlink, index, link, link.burst_bytes)
             _raise_interface(netlink, index)
+            _choose_congestion_control()
 
 
 @contextlib.contextmanager
@@ -102,11 +104,20 @@ def _step(what: str) -> Iterator[None]:
         raise RefusedError(f"{what}: {error}") from error
 
 
-def _limit(netlink: Any, index: int, link: Link) -> None:
+def _limit(netlink: Any, index: int, link: Link, burst_bytes: int) -> None:
     """Limits what leaves through an interface to the rate of `link`; see [Note: burst and packet size]."""
-    netlink.link("set", index=index, gso_max_size=link.packet_bytes)
+    packet.limit_packets(netlink, index, link.packet_bytes)
     with _step("adding a token bucket (sch_tbf)"):
-        netlink.tc("add", "tbf", index, rate=link.bytes_per_s, burst=link.burst_bytes, limit=link.queue_bytes)
+        netlink.tc("add", "tbf", index, rate=link.bytes_per_s, burst=burst_bytes, limit=link.queue_bytes)
+
+
+def _choose_congestion_control() -> None:
+    """Takes cubic in this namespace where that may be chosen, so that runs on machines with other defaults compare.
+
+    It sends as the window allows, where others (bbr) pace each flow by timers, which cost CPU time here.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
 
 
 def _raise_interface(netlink: Any, index: int) -> None:
