@@ -248,3 +248,19 @@ def test_compile_without_graph_breaks_is_refused_clearly():
             module()
 
     run_ranks(1, main)
+
+
+def test_a_backward_inside_an_autocast_region_keeps_the_dtype_of_its_forward():
+    def gradients(rank, group):
+        x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+        down = torch.randn(5, 6, requires_grad=True)
+        h = fo.all_gather_linear(x, w, group=group)
+        z = fo.linear_all_reduce(
+            fo.all_reduce_grad_linear(h, h.new_ones(6, 6).requires_grad_(), group=group), down, group=group
+        )
+        outside = torch.autograd.grad(z.sum(), (x, w, down), retain_graph=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = torch.autograd.grad(z.sum(), (x, w, down))
+        return all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
+
+    assert run_ranks(2, gradients) == [True, True]

@@ -29,7 +29,7 @@ from ..check import autocast, check_dim, check_linear, check_overlap, check_tens
 from ..layout import flatten
 from ..pieces import Scattered
 from ..transport import refusing, transport_of
-from .kernels import matmul_into
+from .kernels import matmul, matmul_into
 
 
 def _checked(op: str, x: Any, weight: Any, bias: Any, dim: int, overlap: Any, transport: Any) -> list[Any]:
@@ -132,8 +132,8 @@ class _LinearAllReduce(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[1:]
         grad = flatten(grad_outputs[0])
-        dx = torch.mm(grad, weight).view(x.shape) if needs_x else None
-        dweight = torch.mm(grad.t(), flatten(x)) if needs_weight else None
+        dx = matmul(grad, weight).view(x.shape) if needs_x else None
+        dweight = matmul(grad.t(), flatten(x)) if needs_weight else None
         return None, dx, dweight, grad.sum(0) if needs_bias else None
 
 
@@ -156,7 +156,7 @@ class _AllReduceGradLinear(torch.autograd.Function):
 
         def wgrad(_: Any) -> None:
             nonlocal dweight
-            dweight = torch.mm(grad.t(), flatten(x))
+            dweight = matmul(grad.t(), flatten(x))
 
         if needs_x:
             flow = "all_reduce_backward" + ("" if needs_weight else "-w")

@@ -27,7 +27,7 @@ from ..check import autocast, check_dim, check_linear, check_overlap, check_tens
 from ..layout import Layout, around, flatten
 from ..pieces import Gathered, Scattered
 from ..transport import refusing, transport_of
-from .kernels import linear_into, matmul_into
+from .kernels import linear_into, matmul, matmul_into
 
 _OP = "all_gather_linear"
 
@@ -187,7 +187,7 @@ def _column_backward(
             x = rows.to_natural(buffer if kept else gathered.all())
             for index, need in enumerate(needs_weight):
                 if need:
-                    dweights[index] = torch.mm(grads[index].t(), x)
+                    dweights[index] = matmul(grads[index].t(), x)
 
         def tensor(name: str) -> torch.Tensor:
             return gathered.tensor(name) if name[0] == "g" else scattered.tensor(name)

@@ -19,3 +19,8 @@ def matmul_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, beta: 
         torch.addmm(out, x, weight, out=out)
     else:
         torch.mm(x, weight, out=out)
+
+
+def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``x @ y`` in the dtype of both: backward may run inside an autocast region that forward was not in."""
+    return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))

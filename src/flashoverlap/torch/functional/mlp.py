@@ -32,7 +32,7 @@ from ..pieces import Gathered, Scattered
 from ..staging import Lease
 from ..transport import refusing, transport_of
 from .activation import Activation
-from .kernels import linear_into, matmul_into
+from .kernels import linear_into, matmul, matmul_into
 
 _OP = "mlp"
 
@@ -293,7 +293,7 @@ class _Backward:
         if self.needs["down"]:
             if not self._made:
                 _activate(self.function, self.active, self.raised, self.gated)
-            self.grads["down"] = torch.mm(dz.t(), self.active)
+            self.grads["down"] = matmul(dz.t(), self.active)
         if self.needs["down_bias"]:
             self.grads["down_bias"] = dz.sum(0)
 
@@ -301,7 +301,7 @@ class _Backward:
         x = self.x.all()
         for weight, grad in (("up", self.draised), ("gate", self.dgated)):
             if grad is not None and self.needs[weight]:
-                self.grads[weight] = torch.mm(grad.t(), x)
+                self.grads[weight] = matmul(grad.t(), x)
         self._bias_grads()
 
     def _bias_grads(self) -> None:

@@ -27,7 +27,7 @@ from ..check import autocast, check_dim, check_linear, check_overlap, check_tens
 from ..layout import around, flatten
 from ..pieces import Gathered, Scattered
 from ..transport import refusing, transport_of
-from .kernels import matmul_into
+from .kernels import matmul, matmul_into
 
 _OP = "linear_reduce_scatter"
 
@@ -141,7 +141,7 @@ class _LinearReduceScatter(torch.autograd.Function):
             def wgrad(op: Any) -> None:
                 nonlocal dweight, dbias
                 dz = rows.to_natural(gathered.all())
-                dweight = torch.mm(dz.t(), flatten(x)) if needs_weight else None
+                dweight = matmul(dz.t(), flatten(x)) if needs_weight else None
                 dbias = dz.sum(0) if needs_bias else None
 
             width = columns * x.itemsize
