@@ -183,3 +183,16 @@ def test_an_empty_trace_can_be_saved(tmp_path):
     Trace(()).save(tmp_path / "empty.json")
     assert json.loads((tmp_path / "empty.json").read_text())["traceEvents"] == []
     assert strictly_read(Trace.of([], ranks=2).perfetto()) == {}
+
+
+def test_a_merged_transfer_is_drawn_as_busy_from_its_posting_to_its_arrival_and_no_longer():
+    # rank 1 was ready for both pieces at 0; rank 0 posted them at 2 and 2.5, and the kernel took them at once
+    sender = Trace.of([Span(0, "send", "a to 1", 2.0, 2.1, 8, 1), Span(0, "send", "b to 1", 2.5, 2.6, 8, 1)], 2)
+    receiver = Trace.of([Span(1, "recv", "a", 0.0, 4.0, 8, 0), Span(1, "recv", "b", 0.0001, 5.0, 8, 0)], 2)
+    merged = Trace.merge([sender, receiver])
+    times = {(span.name, span.track): (span.start_s, span.end_s) for span in merged.spans}
+    assert times[("a to 1", "send")] == times[("a", "recv")] == (0.0, 2.0)
+    assert times[("b to 1", "send")] == times[("b", "recv")] == (2.0, 3.0)
+    assert merged.busy_s(1, "recv") == 3.0
+    alone = Trace.merge([sender])
+    assert [span.end_s - span.start_s for span in alone.spans] == pytest.approx([0.1, 0.1])

@@ -18,7 +18,7 @@ TRACKS = ("compute", "blocked", "send", "recv")
 
 
 class Span(NamedTuple):
-    """Something that ``rank`` did from ``start_s`` to ``end_s``, on one of :data:`TRACKS`."""
+    """What ``rank`` did from ``start_s`` to ``end_s``, on one of :data:`TRACKS`; ``peer`` is a transfer's other rank."""
 
     rank: int
     track: str
@@ -26,6 +26,7 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     bytes: int = 0
+    peer: int = -1
 
 
 class Totals(NamedTuple):
@@ -78,6 +79,8 @@ class Trace:
     def merge(traces: Iterable[Trace]) -> Trace:
         """One trace of the parts that the ranks recorded, shifted so that the earliest time is 0.
 
+        Transfers are put together from their halves ([Note: two halves]).
+
         The parts must be on one clock. ``time.monotonic`` is one between the processes of one machine; :meth:`shifted`
         brings the parts of other machines onto it.
 
@@ -88,7 +91,7 @@ class Trace:
         for part in parts:
             part._need_spans("merge")
         ranks = max((part.ranks for part in parts), default=0)
-        whole = Trace.of((span for part in parts for span in part.spans), ranks)
+        whole = Trace.of(_joined(span for part in parts for span in part.spans), ranks)
         return whole.shifted(-min((totals.start_s for totals in whole.totals), default=0.0))
 
     def shifted(self, seconds: float) -> Trace:
@@ -174,6 +177,31 @@ def exposed_seconds(trace: Trace, compute_s: float | None = None) -> float:
         return 0.0
     slowest = max(trace.totals, key=lambda totals: (totals.elapsed_s, totals.compute_s))
     return slowest.elapsed_s - (slowest.compute_s if compute_s is None else compute_s)
+
+
+# [Note: two halves] A sender knows when it posted a transfer and when its bytes had been taken from it, which on a
+# socket is long before they are on the wire; a receiver knows when it was ready, which may be long before anything
+# came, and when all had arrived. Together they tell when the wire was busy: from the posting, once the transfers before
+# it of both ranks were through, until the arrival. Neither half alone may be drawn as a busy wire.
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """The spans, with the k-th send from one rank to another and the k-th receive there brought to the same times."""
+    rest: list[Span] = []
+    halves: dict[tuple[int, int], tuple[list[Span], list[Span]]] = {}
+    for span in sorted(spans, key=attrgetter("start_s")):
+        if span.peer < 0 or span.track not in ("send", "recv"):
+            rest.append(span)
+        else:
+            pair = (span.rank, span.peer) if span.track == "send" else (span.peer, span.rank)
+            halves.setdefault(pair, ([], []))[span.track == "recv"].append(span)
+    free_s: dict[tuple[str, int], float] = {}
+    pairs = [pair for sends, receives in halves.values() for pair in zip(sends, receives, strict=False)]
+    for send, receive in sorted(pairs, key=lambda pair: pair[1].end_s):
+        ports = ("send", send.rank), ("recv", receive.rank)
+        begin_s = min(max(send.start_s, *(free_s.get(port, send.start_s) for port in ports)), receive.end_s)
+        free_s.update(dict.fromkeys(ports, receive.end_s))
+        rest += (half._replace(start_s=begin_s, end_s=receive.end_s) for half in (send, receive))
+    unpaired = (half for sends, receives in halves.values() for half in sends[len(receives) :] + receives[len(sends) :])
+    return [*rest, *unpaired]
 
 
 def _check(span: Span, ranks: int) -> None:

@@ -132,12 +132,14 @@ def _add_transfers(
     arriving: Mapping[str, Any],
     leaving: list[tuple[Exchange, Any]],
 ) -> None:
-    """Adds the spans of transfers; each is taken to begin when it was posted or the one before it was done."""
-    halves = [("send", f"{op.send} to {op.to}", op.send, ticket) for op, ticket in leaving]
-    for track, transfers in (("send", halves), ("recv", [("recv", name, name, t) for name, t in arriving.items()])):
-        before_s = 0.0
-        for _, label, name, ticket in transfers:
-            if ticket.done_s:
-                begin_s = min(max(ticket.posted_s, before_s), ticket.done_s)
-                spans.append(Span(rank, track, label, begin_s, ticket.done_s, schedule.size(name).bytes))
-                before_s = ticket.done_s
+    """Adds the halves of transfers as this rank knows them: from their posting until they were done with here."""
+    for op, ticket in leaving:
+        if ticket.done_s:
+            size = schedule.size(op.send).bytes
+            spans.append(Span(rank, "send", f"{op.send} to {op.to}", ticket.posted_s, ticket.done_s, size, op.to))
+    for ticket, name in {ticket: name for name, ticket in arriving.items()}.items():  # a collective has one for all
+        if ticket.done_s and ticket.peer is None:
+            spans.append(Span(rank, "recv", ticket.name, ticket.posted_s, ticket.done_s))
+        elif ticket.done_s:
+            size = schedule.size(name).bytes
+            spans.append(Span(rank, "recv", name, ticket.posted_s, ticket.done_s, size, ticket.peer))
