@@ -18,7 +18,7 @@ TRACKS = ("compute", "blocked", "send", "recv")
 
 
 class Span(NamedTuple):
-    """What ``rank`` did from ``start_s`` to ``end_s``, on one of :data:`TRACKS`; ``peer`` is a transfer's other rank."""
+    """What ``rank`` did from ``start_s`` to ``end_s``, on one of :data:`TRACKS`; ``peer`` is the other side."""
 
     rank: int
     track: str
