@@ -1,6 +1,6 @@
 """Ranks as real processes, for what threads cannot show: death, time-outs, leaving the interpreter, registered groups.
 
-`run_cases(names)` runs cases of this file, all at once, and returns for each what became of its ranks. The ranks are
+`run_cases(names)` runs cases of this file, a few at once, and returns for each what became of its ranks. The ranks are
 forked from one process that has loaded torch, and end as any Python program does.
 """
 
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 TIMEOUT_S = 6.0
 PROGRESS_S = 60.0
+AT_ONCE = 3  # cases; more would keep each other from ending in time on two cores
 
 
 class Rank(NamedTuple):
@@ -321,8 +322,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()  # forked ranks need not copy what their collector would only look at
     FOLDER = Path(tempfile.mkdtemp())
-    STARTED = {}
-    for CASE in sys.argv[1:]:
-        STARTED[CASE] = start(CASE, 3, FOLDER)
-    print(json.dumps(wait_for_all(STARTED, FOLDER)))
+    CASES_LEFT, ENDED = sys.argv[1:], {}
+    while CASES_LEFT:
+        BATCH, CASES_LEFT = CASES_LEFT[:AT_ONCE], CASES_LEFT[AT_ONCE:]
+        ENDED |= wait_for_all({case: start(case, 3, FOLDER) for case in BATCH}, FOLDER)
+    print(json.dumps(ENDED))
     shutil.rmtree(FOLDER)
