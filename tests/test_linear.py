@@ -205,7 +205,7 @@ def test_a_second_derivative_is_refused(op):
         tensors = problem.shards(rank, 2)
         output = op.sharded(tensors, group=group, dim=0)
         (grad,) = torch.autograd.grad(output.square().sum(), tensors["x"], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
+        with pytest.raises(RuntimeError, match="second derivatives"):
             grad.square().sum().backward()
 
     run_ranks(2, main)
@@ -264,3 +264,24 @@ def test_a_backward_inside_an_autocast_region_keeps_the_dtype_of_its_forward():
         return all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
 
     assert run_ranks(2, gradients) == [True, True]
+
+
+@pytest.mark.parametrize("target", [0, 1])
+def test_a_second_derivative_is_refused_whatever_it_is_taken_for(target):
+    def penalty(rank, group):
+        leaves = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+        refused = []
+        for operator in (
+            fo.all_gather_linear,
+            fo.linear_reduce_scatter,
+            fo.linear_all_reduce,
+            fo.all_reduce_grad_linear,
+        ):
+            loss = operator(*leaves, group=group).pow(2).sum()
+            gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+            with pytest.raises(RuntimeError, match="second derivatives"):
+                torch.autograd.grad(loss + gradients[0].pow(2).sum(), leaves[target])
+            refused.append(operator)
+        return len(refused)
+
+    assert run_ranks(2, penalty) == [4, 4]

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import flashoverlap.torch as fo
-from flashoverlap.choice import Choice
+from flashoverlap.choice import Choice, choose
+from flashoverlap.overlap import Overlap
 from flashoverlap.torch import call
 from ranks import run_ranks
 from unsharded import MODES, ROW, Problem
@@ -88,3 +89,10 @@ def test_strict_on_one_rank_only_is_loud_on_both():
             Problem(ROW, (5, 5), 0).run(rank, group, fo.Overlap("flash", strict=rank == 0))
 
     run_ranks(2, main)
+
+
+def test_no_piece_is_cut_into_more_parts_than_it_has_rows():
+    choice = choose(Overlap("flash", splits=10**9), "mlp", [3, 2])
+    assert (choice.splits, choice.reason) == (3, "3 splits, one a row, where 1000000000 were asked for")
+    assert choose(Overlap("slice", slices=9), "mlp", [0, 0]).splits == 1
+    assert choose(Overlap("flash", splits=2), "mlp", [3, 2]).reason == "2 splits, as asked"

@@ -35,16 +35,21 @@ def choose(overlap: Overlap, op: str, rows: Sequence[int]) -> Choice:
     if overlap.mode == "collective":
         return Choice("collective", "collective", 1, "asked", "the backend's collective, as asked")
     if overlap.mode == "slice":
-        slices = overlap.slices or _SLICES
-        return Choice(
-            "slice", "sliced", slices, "asked", f"{slices} slices, as {'asked' if overlap.slices else 'is usual'}"
-        )
+        slices, why = _no_more_than_rows(overlap.slices, rows) if overlap.slices else (_SLICES, "as is usual")
+        return Choice("slice", "sliced", slices, "asked", f"{slices} slices, {why}")
     if len(rows) == 1:
         return Choice("flash", overlap.pattern, 1, "one_rank", "one rank has nothing to move")
     if overlap.splits:
-        return Choice("flash", overlap.pattern, overlap.splits, "asked", f"{overlap.splits} splits, as asked")
+        splits, why = _no_more_than_rows(overlap.splits, rows)
+        return Choice("flash", overlap.pattern, splits, "asked", f"{splits} splits, {why}")
     splits = rule_of_thumb(op, rows)
     return Choice("flash", overlap.pattern, splits, "rule_of_thumb", f"{splits} splits by rule of thumb, not by a plan")
+
+
+def _no_more_than_rows(asked: int, rows: Sequence[int]) -> tuple[int, str]:
+    """Parts of a piece: those asked for, or one a row where there are fewer rows."""
+    most = max(1, *rows)
+    return (asked, "as asked") if asked <= most else (most, f"one a row, where {asked} were asked for")
 
 
 def rule_of_thumb(op: str, rows: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -144,6 +145,16 @@ def _refused(command: str, error: Exception) -> typer.Exit:
     return typer.Exit(2)
 
 
+def _check_writable(file: Path) -> None:
+    """Raises ValueError for a file that could not be written once all is measured."""
+    if not file.parent.is_dir():
+        raise ValueError(f"{file}: there is no directory {file.parent}")
+    if file.is_dir():
+        raise ValueError(f"{file} is a directory")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{file} cannot be written")
+
+
 def _run(shape: Shape, json: Path | None, trace: Path | None, **chosen: Any) -> None:
     """Runs a benchmark, prints its table, writes its files, and ends with its status."""
     from .bench.run import run
@@ -151,9 +162,11 @@ def _run(shape: Shape, json: Path | None, trace: Path | None, **chosen: Any) -> 
     command = f"bench {shape.case}"
     try:
         options = Options(shape, trace=trace is not None, **chosen)
-        for file in (json, trace):
-            if file is not None and not file.parent.is_dir():
-                raise ValueError(f"{file}: there is no directory {file.parent}")
+        files = [file for file in (json, trace) if file is not None]
+        if len({file.absolute() for file in files}) < len(files):
+            raise ValueError(f"--json and --trace both name {json}")
+        for file in files:
+            _check_writable(file)
     except ValueError as error:
         raise _refused(command, error) from None
     try:

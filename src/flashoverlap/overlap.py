@@ -17,12 +17,15 @@ class Overlap:
             backend's own collective and overlaps nothing; "off" moves the ideal bytes point to point and overlaps
             nothing; "auto" is "flash" with a rule of thumb for ``splits`` (the report says so).
         pattern: "direct" (rotated rounds between all pairs) or "ring" (neighbours only), for "flash" and "auto".
-        splits: parts that every piece is cut into, for "flash" and "auto"; None leaves it to the rule of thumb.
+        splits: parts that every piece is cut into, for "flash" and "auto", at most one a row; None leaves it to the
+            rule of thumb.
         slices: number of slices for "slice"; None means 4.
         strict: raise RuntimeError on every rank, before anything moves, where the mode asked for is not the one taken
             ("auto" leaves the mode open). At present every mode asked for is taken.
-        accumulate_dtype: partial sums are added in this dtype, or in that of the tensors where it is wider, and
-            rounded once. With "ring" they also travel in it.
+        accumulate_dtype: each rank's product is rounded to the dtype of the tensors; the products are added in this
+            dtype, or in theirs where it is wider, and the sum is rounded once. With "ring" sums also travel in it.
+            With "bfloat16" or "float16" every addition of half-precision products is rounded: n ranks are off by up to
+            n - 1 roundings, and bits depend on the order that the schedule gives each piece.
 
     Raises:
         TypeError: an argument of another type.

@@ -179,8 +179,8 @@ def refusing(transport: Transport) -> Iterator[None]:
     """Tells the peers of a call that this rank's arguments are bad, so that they raise as well and do not wait."""
     try:
         yield
-    except (ValueError, TypeError) as error:
-        text = str(error).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    except Exception as error:  # an activation of the caller's, tried out, may raise anything
+        text = (str(error) or type(error).__name__).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         transport.refuse(_CARD.pack(False, b"", 0) + text)
         raise
 
@@ -264,6 +264,10 @@ def _make(group: Any, device: str) -> Any:
     if group.size() == 1:
         return Silent()
     if device != "cpu":
+        try:
+            group._get_backend(torch.device(device))
+        except (AttributeError, RuntimeError):
+            raise ValueError(f"the group has no backend for {device} tensors") from None
         return Device(group)
     if gloo_backend(group) is None:
         raise ValueError("the group has no gloo backend, which CPU tensors need")

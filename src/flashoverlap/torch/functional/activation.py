@@ -15,10 +15,11 @@ class Activation:
 
     Args:
         function: "silu", "gelu" (the exact one), or any differentiable callable that maps ``[rows, features]`` to the
-            same shape and dtype, row by row, without randomness and without parameters. It runs without autocast.
+            same shape and dtype, row by row, without randomness, not in place, and without trainable tensors of its
+            own. It runs without autocast.
 
     Raises:
-        ValueError: an unknown name, or a module whose own parameters want a gradient.
+        ValueError: an unknown name.
         TypeError: neither a name nor callable.
     """
 
@@ -28,11 +29,37 @@ class Activation:
                 raise ValueError(f"mlp: unknown activation {function!r}; known: silu, gelu, or a callable")
         elif not callable(function):
             raise TypeError(f"mlp: activation must be 'silu', 'gelu' or a callable, not {function!r}")
-        elif isinstance(function, torch.nn.Module) and any(p.requires_grad for p in function.parameters()):
-            raise ValueError(f"mlp: activation {function!r} has parameters, which would get no gradient; freeze them")
         self.function: Any = function
         self.own = not isinstance(function, str)
         self.name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+
+    def try_out(self, features: int, like: torch.Tensor) -> None:
+        """Runs a callable of the caller's on one row of zeros and refuses what could not work.
+
+        Raises:
+            TypeError: it returns no tensor.
+            ValueError: another shape or dtype, a change in place, or parameters that would get no gradient.
+        """
+        if not self.own:
+            return
+        wanted = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.zeros(1, features, dtype=like.dtype, device=like.device)
+            version = x._version
+            result = self._call(x)
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"mlp: activation {self.name} returned {type(result).__name__}, not a tensor")
+        if x._version != version:
+            raise ValueError(f"mlp: activation {self.name} works in place; what entered it is needed for backward")
+        self._check(result, x)
+        if wanted and result.requires_grad:
+            raise ValueError(f"mlp: activation {self.name} has trainable parameters, which would get no gradient")
+
+    def _check(self, result: torch.Tensor, x: torch.Tensor) -> None:
+        if result.shape != x.shape or result.dtype != x.dtype:
+            raise ValueError(
+                f"mlp: {self.name} turned {x.dtype} {list(x.shape)} into {result.dtype} {list(result.shape)}"
+            )
 
     def into(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """``out = function(x)``; ``out`` may be ``x``."""
@@ -42,10 +69,7 @@ class Activation:
             _aten.gelu.out(x, out=out)
         else:
             result = self._call(x)
-            if result.shape != x.shape or result.dtype != x.dtype:
-                raise ValueError(
-                    f"mlp: {self.name} turned {x.dtype} {list(x.shape)} into {result.dtype} {list(result.shape)}"
-                )
+            self._check(result, x)
             out.copy_(result)
 
     def backward_into(self, out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:

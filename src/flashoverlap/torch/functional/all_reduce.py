@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ...overlap import Overlap
 from ...patterns import split_sizes
@@ -29,6 +28,7 @@ from ..check import autocast, check_dim, check_linear, check_overlap, check_tens
 from ..layout import flatten
 from ..pieces import Scattered
 from ..transport import refusing, transport_of
+from .derivative import differentiable_once
 from .kernels import matmul, matmul_into
 
 
@@ -127,7 +127,7 @@ class _LinearAllReduce(torch.autograd.Function):
         return z
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[1:]
@@ -146,7 +146,7 @@ class _AllReduceGradLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         x, weight = ctx.saved_tensors

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...overlap import Overlap
 from ..call import Call, eager
@@ -27,6 +26,7 @@ from ..check import autocast, check_dim, check_linear, check_overlap, check_tens
 from ..layout import Layout, around, flatten
 from ..pieces import Gathered, Scattered
 from ..transport import refusing, transport_of
+from .derivative import differentiable_once
 from .kernels import linear_into, matmul, matmul_into
 
 _OP = "all_gather_linear"
@@ -130,7 +130,7 @@ class _AllGatherLinear(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         saved, *weights = ctx.saved_tensors

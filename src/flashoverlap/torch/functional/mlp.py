@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...overlap import Overlap
 from ...patterns import split_sizes
@@ -32,6 +31,7 @@ from ..pieces import Gathered, Scattered
 from ..staging import Lease
 from ..transport import refusing, transport_of
 from .activation import Activation
+from .derivative import differentiable_once
 from .kernels import linear_into, matmul, matmul_into
 
 _OP = "mlp"
@@ -82,6 +82,7 @@ def mlp(
         cast: list[Any] = autocast(x_shard, up, gate, down, up_bias, gate_bias, down_bias)
         check_tensors(_OP, cast[0], [cast[1], cast[3], *([] if gate is None else [cast[2]])], cast[4:])
         _check_shapes(*cast)
+        function.try_out(up.shape[0], cast[0])
         row_dim = check_dim(_OP, cast[0], dim)
     call = Call(_OP, transport, overlap, cast[0])
     outer, rows, inner = around(cast[0].shape, row_dim)
@@ -205,7 +206,7 @@ class _Mlp(torch.autograd.Function):
         return z
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         needs: dict[str, bool] = dict(zip(_NAMES, ctx.needs_input_grad[4:], strict=True))
         run = _Backward(ctx, grad_outputs[0], needs)

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...overlap import Overlap
 from ...patterns import split_sizes
@@ -27,6 +26,7 @@ from ..check import autocast, check_dim, check_linear, check_overlap, check_tens
 from ..layout import around, flatten
 from ..pieces import Gathered, Scattered
 from ..transport import refusing, transport_of
+from .derivative import differentiable_once
 from .kernels import matmul, matmul_into
 
 _OP = "linear_reduce_scatter"
@@ -115,7 +115,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         return z
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         x, weight = ctx.saved_tensors
