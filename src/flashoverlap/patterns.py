@@ -103,7 +103,7 @@ def _build(op: str, rows: tuple[int, ...], pattern: str, splits: int, widths: tu
 def check_arguments(op: str, rows: Sequence[int], pattern: str, splits: int) -> None:
     """Raises ScheduleError for arguments that no schedule can be built from."""
     if not rows or not all(isinstance(part, int) and part >= 0 for part in rows):
-        raise ScheduleError(f"{op} needs whole numbers of rows, zero or more, for one rank or more, not {list(rows)}")
+        raise ScheduleError(f"{op} needs rows of zero or more for one rank or more, not {list(rows)}")
     if pattern not in PATTERNS:
         raise ScheduleError(f"unknown pattern {pattern!r}; known: {', '.join(PATTERNS)}")
     if splits < 1:
