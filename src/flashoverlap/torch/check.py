@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -64,6 +65,17 @@ def check_dim(op: str, x: torch.Tensor, dim: object) -> int:
     if dim % x.dim() == x.dim() - 1:
         raise ValueError(f"{op}: dim={dim} of x {tuple(x.shape)} holds the features; rows are sharded, not features")
     return dim % x.dim()
+
+
+def check_layer(
+    op: str, x: object, weight: object, bias: object, dim: object, overlap: object
+) -> tuple[list[Any], int]:
+    """Checks one linear layer's arguments; returns (x, weight, bias) after autocast, and ``dim`` from the front."""
+    check_overlap(op, overlap)
+    cast: list[Any] = autocast(x, weight, bias)  # pyright: ignore[reportArgumentType]
+    check_tensors(op, cast[0], cast[1:2], cast[2:])
+    check_linear(op, *cast)
+    return cast, check_dim(op, cast[0], dim)
 
 
 def autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -92,7 +92,6 @@ class Scattered:
         self._start = layout.starts[rank]
         self._columns = out.shape[1]
         self._exact = accumulate == out.dtype
-        self._own = f"{rank}"
         self._first: str | None = None
         self._arrivals: dict[str, torch.Tensor] = {}
         self._parts: torch.Tensor | None = None

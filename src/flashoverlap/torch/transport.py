@@ -55,13 +55,13 @@ class Transport(Protocol):
         """Leaves a card for the peers of this call without waiting for theirs."""
         ...
 
-    def expect(self, recv: torch.Tensor, frm: int) -> Any | None:
+    def expect(self, recv: torch.Tensor, frm: int) -> Ticket | None:
         """Gets ready for a receive that is posted later; its ticket, or None where both halves go together."""
         ...
 
     def post(
         self, send: torch.Tensor, to: int, recv: torch.Tensor, frm: int, after: Any = None, expected: Any = None
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Ticket, Ticket]:
         """Posts one exchange of contiguous tensors and returns the tickets of its two halves.
 
         Sends leave one after another in the order of posting; ``after`` is the ticket of the receive that fills
@@ -70,7 +70,7 @@ class Transport(Protocol):
         """
         ...
 
-    def collective(self, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:
+    def collective(self, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Ticket:
         """Starts one of the backend's own collectives on contiguous tensors and returns its ticket."""
         ...
 

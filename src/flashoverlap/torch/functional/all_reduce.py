@@ -24,22 +24,12 @@ import torch.nn.functional as F
 from ...overlap import Overlap
 from ...patterns import split_sizes
 from ..call import Call, eager
-from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
+from ..check import check_layer, grads, shape
 from ..layout import flatten
 from ..pieces import Scattered
 from ..transport import refusing, transport_of
 from .derivative import differentiable_once
 from .kernels import matmul, matmul_into
-
-
-def _checked(op: str, x: Any, weight: Any, bias: Any, dim: int, overlap: Any, transport: Any) -> list[Any]:
-    with refusing(transport) if transport else nullcontext():
-        check_overlap(op, overlap)
-        cast = autocast(x, weight, bias)
-        check_tensors(op, cast[0], cast[1:2], cast[2:])
-        check_linear(op, *cast)  # pyright: ignore[reportArgumentType]
-        check_dim(op, cast[0], dim)  # pyright: ignore[reportArgumentType]
-    return cast
 
 
 @eager
@@ -72,7 +62,8 @@ def linear_all_reduce(
     """
     op = "linear_all_reduce"
     transport = transport_of(group, op, x)
-    cast = _checked(op, x, weight_shard, bias, dim, overlap, transport)
+    with refusing(transport):
+        cast, _ = check_layer(op, x, weight_shard, bias, dim, overlap)
     call = Call(op, transport, overlap, cast[0])
     flags = grads(x, weight_shard, bias)
     shared = f"x={list(cast[0].shape[:-1])} out={cast[1].shape[0]} bias={bias is not None} {flags}"
@@ -109,7 +100,8 @@ def all_reduce_grad_linear(
     op = "all_reduce_grad_linear"
     transport = transport_of(group, op, x)
     talks = torch.is_grad_enabled()  # without gradients nothing ever moves
-    cast = _checked(op, x, weight_shard, bias_shard, -2, overlap, transport if talks else None)
+    with refusing(transport) if talks else nullcontext():
+        cast, _ = check_layer(op, x, weight_shard, bias_shard, -2, overlap)
     call = Call(op, transport, overlap, cast[0])
     if talks:
         flags = grads(x, weight_shard, bias_shard)

@@ -169,7 +169,7 @@ def _column_backward(
     dweights: list[Any] = [None] * len(weights)
     dx = saved.new_empty(rows.rows[call.rank], features)
     with call.leased() as lease:
-        kept = saved.shape[0] == rows.total and flow.startswith("column_backward_saved")
+        kept = flow.startswith("column_backward_saved")
         buffer = saved if kept else lease.tensor(rows.total, features, call.dtype)
         own = saved[rows.starts[call.rank] : rows.starts[call.rank + 1]] if kept else saved
         gathered = Gathered(rows, call.rank, own, buffer)

@@ -22,7 +22,7 @@ import torch
 from ...overlap import Overlap
 from ...patterns import split_sizes
 from ..call import Call, eager
-from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
+from ..check import check_layer, grads, shape
 from ..layout import around, flatten
 from ..pieces import Gathered, Scattered
 from ..transport import refusing, transport_of
@@ -62,12 +62,7 @@ def linear_reduce_scatter(
     """
     transport = transport_of(group, _OP, x)
     with refusing(transport):
-        check_overlap(_OP, overlap)
-        cast = autocast(x, weight_shard, bias)
-        check_tensors(_OP, cast[0], cast[1:2], cast[2:])
-        inputs: Any = cast
-        check_linear(_OP, *inputs)
-        row_dim = check_dim(_OP, inputs[0], dim)
+        inputs, row_dim = check_layer(_OP, x, weight_shard, bias, dim, overlap)
     call = Call(_OP, transport, overlap, inputs[0])
     outer, rows, inner = around(inputs[0].shape, row_dim)
     flags = grads(x, weight_shard, bias)
