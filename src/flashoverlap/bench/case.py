@@ -1,6 +1,6 @@
 """What a workload is: one rank's shards, the operators that run it, and the float64 reference of the whole.
 
-To add one: a Shape (shape.py), a Case in a file of its own, a line in :func:`case_of`, a command in cli.py.
+To add one: a Shape (shape.py), a Case in a file of its own, a line in :func:`case_of`, a command in cli/bench.py.
 """
 
 from __future__ import annotations

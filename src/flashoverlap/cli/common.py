@@ -1,0 +1,81 @@
+"""What the commands share: their errors in one line, and options that several of them take."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+
+class OneLineErrors(TyperGroup):
+    """Says what is wrong with the arguments in one line, and ends with the status that fits."""
+
+    def main(self, *args: Any, **named: Any) -> Any:
+        try:
+            status = super().main(*args, **{**named, "standalone_mode": False})
+        except typer.Abort:
+            status = 130
+        except Exception as error:
+            message = getattr(error, "format_message", None)  # a usage error, whichever click this typer brings
+            if message is None:
+                raise
+            where = getattr(getattr(error, "ctx", None), "command_path", "flashoverlap")
+            text = message()  # the whole help, where no command was given
+            typer.echo(text if text.startswith("Usage:") else f"{where}: {' '.join(text.split())}", err=True)
+            status = getattr(error, "exit_code", 2)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+SETTINGS: dict[str, Any] = {"add_completion": False, "no_args_is_help": True, "rich_markup_mode": None}
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def whole(text: str | int) -> int:
+    """A whole number, or a usage error that says what was given."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+Ranks = Annotated[int, typer.Option(parser=whole, metavar="N", help="Number of ranks.")]
+LinkRate = Annotated[
+    str, typer.Option(help="Rate of each rank's link, as in 400mbit or 2.5gbit; none for plain loopback.")
+]
+Json = Annotated[Path | None, typer.Option(help="File to write the result to.")]
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Help for an option that takes one of these."""
+    return "One of " + ", ".join(names) + "."
+
+
+def several_of(names: Sequence[str]) -> str:
+    """Help for an option that takes some of these, with commas between."""
+    return "Some of " + ",".join(names) + "."
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words between commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def refused(command: str, error: Exception) -> typer.Exit:
+    """Says in one line what was refused; raise what it returns."""
+    typer.echo(f"flashoverlap {command}: {error}", err=True)
+    return typer.Exit(2)
+
+
+def check_writable(file: Path) -> None:
+    """Raises ValueError for a file that could not be written once all is measured."""
+    if not file.parent.is_dir():
+        raise ValueError(f"{file}: there is no directory {file.parent}")
+    if file.is_dir():
+        raise ValueError(f"{file} is a directory")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{file} cannot be written")
