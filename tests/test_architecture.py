@@ -23,10 +23,11 @@ LEVELS = {
     3: "torch",  # transports, execution, pieces: all of torch/ that is not named below
     4: "torch/functional torch/attention",
     5: "torch/modules torch/data_parallel torch/parallelize torch/__init__",
-    6: "integrations bench cli __main__",
+    6: "integrations bench train generate",
+    7: "cli __main__",
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names.split()}
-MAY_READ_ENVIRONMENT = ("lab", "bench", "cli")
+MAY_READ_ENVIRONMENT = ("lab", "bench", "train", "generate", "cli")
 
 PUBLIC = {
     "flashoverlap": """
