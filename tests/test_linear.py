@@ -6,7 +6,19 @@ from torch.utils.checkpoint import checkpoint
 
 import flashoverlap.torch as fo
 from ranks import run_ranks
-from unsharded import ALL_REDUCE, ALL_REDUCE_GRAD, COLUMN, LINEARS, MODES, QKV, ROW, SHAPES, Problem, shard
+from unsharded import (
+    ALL_REDUCE,
+    ALL_REDUCE_GRAD,
+    ALL_REDUCE_GRAD_QKV,
+    COLUMN,
+    LINEARS,
+    MODES,
+    QKV,
+    ROW,
+    SHAPES,
+    Problem,
+    shard,
+)
 
 
 def check_all(world_size, problems, modes=MODES, tolerance=1e-10, **more):
@@ -83,9 +95,30 @@ def test_only_what_wants_a_gradient_gets_one(op):
     check_all(2, problems)
 
 
-@pytest.mark.parametrize("wants", ["x", "q", "k", "vb"])
-def test_one_gradient_of_several_weights(wants):
-    check_all(3, [Problem(QKV, (7, 5), 0, wants=[wants])])
+@pytest.mark.parametrize("wants", [["x"], ["q"], ["k"], ["vb"], ["x", "k"]], ids="".join)
+@pytest.mark.parametrize("op", [QKV, ALL_REDUCE_GRAD_QKV], ids=str)
+def test_some_gradients_of_several_weights(op, wants):
+    check_all(3, [Problem(op, (7, 5), 0, wants=wants)])
+
+
+def test_several_weights_share_one_all_reduce():
+    fo.report().clear()
+    problems = [Problem(op, (8, 5), 0) for op in (ALL_REDUCE_GRAD, ALL_REDUCE_GRAD_QKV)]
+    run_ranks(2, lambda rank, group: [problem.check(rank, group) for problem in problems])
+    sent = [record.bytes for record in fo.report() if record.op == "all_reduce_grad_linear backward"]
+    assert sum(sent) == 2 * 2 * 2 * 4 * 5 * 8  # two calls on two ranks scatter and gather four rows of five float64
+
+
+@pytest.mark.parametrize("op", [fo.all_gather_linear, fo.all_reduce_grad_linear])
+@pytest.mark.parametrize(("weights", "biases"), [(0, None), (2, 1), (1, 2), (2, "single")])
+def test_weights_and_biases_that_do_not_pair_are_refused(op, weights, biases):
+    biases = torch.ones(3) if biases == "single" else biases and [torch.ones(3)] * biases
+
+    def main(rank, group):
+        with pytest.raises(ValueError, match="empty sequence" if not weights else "one bias"):
+            op(torch.ones(4, 5), [torch.ones(3, 5)] * weights, biases, group=group)
+
+    run_ranks(2, main)
 
 
 @pytest.mark.parametrize("op", [COLUMN, ROW, ALL_REDUCE, ALL_REDUCE_GRAD], ids=str)
@@ -124,11 +157,12 @@ def test_kept_rows_save_the_second_gather():
 
 @pytest.mark.parametrize("op", LINEARS, ids=str)
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_and_then_with(op, without):
-    problem, quiet = Problem(op, (2, 7, 5)), Problem(op, (2, 7, 5), forward_only=True)
+@pytest.mark.parametrize("rows", [6, 7])
+def test_without_gradients_and_then_with(op, without, rows):
+    problem, quiet = Problem(op, (2, rows, 5)), Problem(op, (2, rows, 5), forward_only=True)
 
     def main(rank, group):
-        for overlap in MODES[::2]:
+        for overlap in MODES:
             saved = []
             with without(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
                 tensors = problem.shards(rank, 3)

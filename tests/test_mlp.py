@@ -32,7 +32,7 @@ def row_wise(rows):
     return torch.softmax(rows, -1) * rows.square()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", torch.tanh, torch.nn.Softplus(), F.relu])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", torch.tanh, torch.nn.Softplus(), F.relu])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_activations(activation, gated):
     check_all(2, [Problem(mlp_operator(activation, gated), (7, 5), 0)])

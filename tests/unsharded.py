@@ -57,6 +57,10 @@ def _all_reduce_grad(t, dim, **kw):
     return fo.all_reduce_grad_linear(t["x"], t["w"], t.get("b"), **kw)
 
 
+def _all_reduce_grad_of_three(t, dim, **kw):
+    return fo.all_reduce_grad_linear(t["x"], [t["q"], t["k"], t["v"]], [t["qb"], None, t["vb"]], **kw)
+
+
 def _linear(t):
     return F.linear(t["x"], t["w"], t.get("b"))
 
@@ -91,9 +95,17 @@ ALL_REDUCE = Operator("linear_all_reduce", _ROW_SHARDS, _ROW_SIZES, _linear, _al
 ALL_REDUCE_GRAD = Operator(
     "all_reduce_grad_linear", {"x": None, "w": 0, "b": 0}, COLUMN.sizes, _linear, _all_reduce_grad, -1
 )
-LINEARS = (COLUMN, QKV, ROW, ALL_REDUCE, ALL_REDUCE_GRAD)
+ALL_REDUCE_GRAD_QKV = QKV._replace(
+    name="all_reduce_grad_linear of three", shards=QKV.shards | {"x": None}, sharded=_all_reduce_grad_of_three
+)
+LINEARS = (COLUMN, QKV, ROW, ALL_REDUCE, ALL_REDUCE_GRAD, ALL_REDUCE_GRAD_QKV)
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 def mlp_operator(activation="silu", gated=True, biases=("up_bias", "gate_bias", "down_bias")):

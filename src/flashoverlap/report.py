@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 
@@ -87,8 +89,24 @@ class Report:
         )
 
 
+_place: ContextVar[str] = ContextVar("place", default="")
+
+
+@contextmanager
+def placed(name: str) -> Iterator[None]:
+    """Within, calls are entered under this name: the path of the module that they belong to."""
+    token = _place.set(name)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
 def call_site() -> str:
-    """``file.py:line`` of the nearest caller outside this package and outside torch."""
+    """Where a call belongs: the module that makes it, or ``file.py:line`` of the nearest caller outside this package
+    and outside torch."""
+    if _place.get():
+        return _place.get()
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

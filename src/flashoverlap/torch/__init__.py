@@ -3,7 +3,32 @@
 from ..overlap import Overlap
 from ..report import Report
 from .call import REPORT
-from .functional import all_gather_linear, all_reduce_grad_linear, linear_all_reduce, linear_reduce_scatter, mlp
+from .functional import (
+    all_gather,
+    all_gather_linear,
+    all_reduce,
+    all_reduce_grad_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    mlp,
+    reduce_scatter,
+    split,
+    sum_gradient,
+    vocab_parallel_cross_entropy,
+)
+from .modules import (
+    CausalLM,
+    ColumnParallel,
+    FusedMLP,
+    ParallelAttention,
+    Replicated,
+    RowParallel,
+    SequenceParallel,
+    ShardedInput,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from .parallelize import parallelize
 from .transport import PeerError
 
 
@@ -13,12 +38,29 @@ def report() -> Report:
 
 
 __all__ = [
+    "CausalLM",
+    "ColumnParallel",
+    "FusedMLP",
     "Overlap",
+    "ParallelAttention",
     "PeerError",
+    "Replicated",
+    "RowParallel",
+    "SequenceParallel",
+    "ShardedInput",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "all_gather",
     "all_gather_linear",
+    "all_reduce",
     "all_reduce_grad_linear",
     "linear_all_reduce",
     "linear_reduce_scatter",
     "mlp",
+    "parallelize",
+    "reduce_scatter",
     "report",
+    "split",
+    "sum_gradient",
+    "vocab_parallel_cross_entropy",
 ]

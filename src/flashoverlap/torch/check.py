@@ -19,9 +19,11 @@ def check_overlap(op: str, overlap: object) -> None:
         raise TypeError(f"{op}: overlap must be a flashoverlap.Overlap, not {overlap!r}")
 
 
-def check_tensors(op: str, x: object, weights: Sequence[object], biases: Sequence[object]) -> None:
+def check_tensors(
+    op: str, x: object, weights: Sequence[object] = (), biases: Sequence[object] = (), called: str = "x"
+) -> None:
     """Raises TypeError for what is no plain floating-point tensor, or not of one dtype and device."""
-    named = [("x", x), *(("weight", w) for w in weights), *(("bias", b) for b in biases if b is not None)]
+    named = [(called, x), *(("weight", w) for w in weights), *(("bias", b) for b in biases if b is not None)]
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, not {type(tensor).__name__}")
@@ -40,10 +42,15 @@ def check_tensors(op: str, x: object, weights: Sequence[object], biases: Sequenc
             raise ValueError(f"{op}: x is on {x.device} and {name} on {tensor.device}")
 
 
-def check_linear(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raises ValueError unless ``x [..., K]``, ``weight [N, K]`` and ``bias [N]`` fit together."""
+def check_rows(op: str, x: torch.Tensor) -> None:
+    """Raises ValueError unless ``x`` is ``[..., M, K]``."""
     if x.dim() < 2:
         raise ValueError(f"{op}: x {tuple(x.shape)} needs two dimensions or more: rows and features")
+
+
+def check_linear(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError unless ``x [..., K]``, ``weight [N, K]`` and ``bias [N]`` fit together."""
+    check_rows(op, x)
     if weight.dim() != 2:
         raise ValueError(f"{op}: weight {tuple(weight.shape)} must have two dimensions [out, in]")
     if x.shape[-1] != weight.shape[1]:
@@ -76,6 +83,25 @@ def check_layer(
     check_tensors(op, cast[0], cast[1:2], cast[2:])
     check_linear(op, *cast)
     return cast, check_dim(op, cast[0], dim)
+
+
+def check_layers(
+    op: str, x: object, weight: object, bias: object, dim: object, overlap: object
+) -> tuple[Any, list[Any], list[Any], int]:
+    """The same for one layer or a sequence of them on one ``x``: (x, weights, biases) after autocast, and ``dim``."""
+    check_overlap(op, overlap)
+    weights = list(weight) if isinstance(weight, Sequence) else [weight]
+    if not weights:
+        raise ValueError(f"{op}: weight_shard is an empty sequence")
+    biases = list(bias) if isinstance(bias, Sequence) else [bias] + [None] * (len(weights) - 1)
+    if len(biases) != len(weights) or (bias is not None and isinstance(bias, Sequence) != isinstance(weight, Sequence)):
+        raise ValueError(f"{op}: {len(weights)} weights and {len(biases)} biases; give one bias (or None) a weight")
+    x, *cast = autocast(x, *weights, *biases)  # pyright: ignore[reportArgumentType]
+    weights, biases = cast[: len(weights)], cast[len(weights) :]
+    check_tensors(op, x, weights, biases)
+    for each, its_bias in zip(weights, biases, strict=True):
+        check_linear(op, x, each, its_bias)  # pyright: ignore[reportArgumentType]
+    return x, weights, biases, check_dim(op, x, dim)  # pyright: ignore[reportArgumentType]
 
 
 def autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:

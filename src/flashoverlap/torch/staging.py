@@ -52,7 +52,8 @@ class Lease:
         count = rows * columns * dtype.itemsize
         buffer = self._staging.take(count, self._device)
         self._taken.append(buffer)
-        return buffer[:count].view(dtype).view(rows, columns)
+        with torch.inference_mode(False):  # or the backend's threads could not write to the view
+            return buffer[:count].view(dtype).view(rows, columns)
 
     def close(self) -> None:
         """Gives the buffers back; the tensors must not be used afterwards."""

@@ -1,8 +1,22 @@
-"""Linear layers and MLPs whose communication is hidden, as differentiable functions of local shards."""
+"""Layers whose communication is hidden, and the exchanges between them, as differentiable functions of local shards."""
 
 from .all_reduce import all_reduce_grad_linear, linear_all_reduce
 from .column import all_gather_linear
+from .cross_entropy import vocab_parallel_cross_entropy
+from .exchange import all_gather, all_reduce, reduce_scatter, split, sum_gradient
 from .mlp import mlp
 from .row import linear_reduce_scatter
 
-__all__ = ["all_gather_linear", "all_reduce_grad_linear", "linear_all_reduce", "linear_reduce_scatter", "mlp"]
+__all__ = [
+    "all_gather",
+    "all_gather_linear",
+    "all_reduce",
+    "all_reduce_grad_linear",
+    "linear_all_reduce",
+    "linear_reduce_scatter",
+    "mlp",
+    "reduce_scatter",
+    "split",
+    "sum_gradient",
+    "vocab_parallel_cross_entropy",
+]

@@ -6,7 +6,7 @@
 
     row layer      forward   z  = sum_q x_q W_q^T + b   pieces of the rows are scattered, then gathered, split by split
                    backward  local: dx = dz W_r, dW_r = dz^T x, db = sum of dz's rows
-    column layer   forward   local: y = x W_r^T + b_r
+    column layer   forward   local: y = x W_r^T + b_r       one or several weights
                    backward  dx = sum_q dy_q W_q        the same schedule; wgrad is computed while the last gather flies
 
 Which rank sums which rows is free here: rows of all dimensions are cut by torch.tensor_split.
@@ -14,7 +14,7 @@ Which rank sums which rows is free here: rows of all dimensions are cut by torch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from ...overlap import Overlap
 from ...patterns import split_sizes
 from ..call import Call, eager
-from ..check import check_layer, grads, shape
+from ..check import check_layer, check_layers, grads, shape
 from ..layout import flatten
 from ..pieces import Scattered
 from ..transport import refusing, transport_of
@@ -74,23 +74,23 @@ def linear_all_reduce(
 @eager
 def all_reduce_grad_linear(
     x: torch.Tensor,
-    weight_shard: torch.Tensor,
-    bias_shard: torch.Tensor | None = None,
+    weight_shard: torch.Tensor | Sequence[torch.Tensor],
+    bias_shard: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     *,
     group: Any,
     overlap: Overlap = Overlap(),
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """A column-parallel linear on replicated rows, whose input gradient is summed over the ranks, overlapped.
 
     Args:
         x: ``[..., M, K]``, equal on all ranks.
-        weight_shard: ``[N_r, K]``.
-        bias_shard: ``[N_r]``.
+        weight_shard: ``[N_r, K]``, or a sequence of such (q, k, v; gate, up): one all-reduce serves them all.
+        bias_shard: ``[N_r]``, or a sequence as long as the weights, with None where there is none.
         group: process group or one-dimensional DeviceMesh.
         overlap: how to overlap.
 
     Returns:
-        ``[..., M, N_r]``.
+        ``[..., M, N_r]``, or a tuple of these for a sequence of weights.
 
     Raises:
         ValueError, TypeError: on every rank before anything moves, for arguments that do not fit together or, where a
@@ -101,12 +101,14 @@ def all_reduce_grad_linear(
     transport = transport_of(group, op, x)
     talks = torch.is_grad_enabled()  # without gradients nothing ever moves
     with refusing(transport) if talks else nullcontext():
-        cast, _ = check_layer(op, x, weight_shard, bias_shard, -2, overlap)
-    call = Call(op, transport, overlap, cast[0])
+        x, weights, biases, _ = check_layers(op, x, weight_shard, bias_shard, -2, overlap)
+    call = Call(op, transport, overlap, x)
     if talks:
-        flags = grads(x, weight_shard, bias_shard)
-        call.agree("", f"x={list(cast[0].shape)} {flags}", f"x {shape(cast[0])}, weight {shape(cast[1])}, {flags}")
-    return _AllReduceGradLinear.apply(call, *cast)  # pyright: ignore[reportReturnType]
+        flags = grads(x, *weights, *biases)
+        shown = f"x {shape(x)}, weight {', '.join(map(shape, weights))}, {flags}"
+        call.agree("", f"x={list(x.shape)} weights={len(weights)} {flags}", shown)
+    outputs = _AllReduceGradLinear.apply(call, len(weights), x, *weights, *biases)
+    return tuple(outputs) if isinstance(weight_shard, Sequence) else outputs[0]
 
 
 class _LinearAllReduce(torch.autograd.Function):
@@ -115,7 +117,12 @@ class _LinearAllReduce(torch.autograd.Function):
         x, weight, bias = tensors
         ctx.save_for_backward(x, weight)
         z = x.new_empty(*x.shape[:-1], weight.shape[0])
-        _reduce(call, "all_reduce", flatten(z), flatten(x), weight.t(), bias, "")
+        flat, transposed = flatten(x), weight.t()
+
+        def product(target: torch.Tensor, start: int, stop: int, beta: float) -> None:
+            matmul_into(target, flat[start:stop], transposed, beta)
+
+        reduce_rows(call, "all_reduce", flatten(z), product, bias=bias)
         return z
 
     @staticmethod
@@ -131,60 +138,73 @@ class _LinearAllReduce(torch.autograd.Function):
 
 class _AllReduceGradLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
-        x, weight, bias = tensors
-        ctx.call = call
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+    def forward(ctx: Any, call: Call, count: int, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        x, weights, biases = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
+        ctx.call, ctx.count = call, count
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[1:]
-        grad = flatten(grad_outputs[0])
-        dx = dweight = None
+        x, *weights = ctx.saved_tensors
+        needs_x, *needs = ctx.needs_input_grad[2:]
+        needs_weight, needs_bias = needs[: ctx.count], needs[ctx.count :]
+        flat = [flatten(grad) for grad in grad_outputs]
+        dx = None
+        dweights: list[Any] = [None] * ctx.count
+
+        def dgrad(target: torch.Tensor, start: int, stop: int, beta: float) -> None:
+            for index, (grad, weight) in enumerate(zip(flat, weights, strict=True)):
+                matmul_into(target, grad[start:stop], weight, 1.0 if index else beta)
 
         def wgrad(_: Any) -> None:
-            nonlocal dweight
-            dweight = matmul(grad.t(), flatten(x))
+            rows = flatten(x)
+            for index, need in enumerate(needs_weight):
+                if need:
+                    dweights[index] = matmul(flat[index].t(), rows)
 
         if needs_x:
-            flow = "all_reduce_backward" + ("" if needs_weight else "-w")
+            flow = "all_reduce_backward" + ("" if any(needs_weight) else "-w")
             call.agree("backward", f"{flow} x={list(x.shape)}", f"{flow}, x {shape(x)}")
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            _reduce(call, flow, flatten(dx), grad, weight, None, "backward", wgrad)
-        elif needs_weight:
+            reduce_rows(call, flow, flatten(dx), dgrad, phase="backward", wgrad=wgrad)
+        elif any(needs_weight):
             wgrad(None)
-        return None, dx, dweight, grad.sum(0) if needs_bias else None
+        dbiases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_bias, strict=True)]
+        return None, None, dx, *dweights, *dbiases
 
 
-def _reduce(
+def reduce_rows(
     call: Call,
     flow: str,
     full: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    phase: str,
+    part: Callable[[torch.Tensor, int, int, float], None],
+    *,
+    bias: torch.Tensor | None = None,
+    phase: str = "",
     wgrad: Callable[[Any], None] | None = None,
 ) -> None:
-    """``full[M, N] = sum over ranks of x[M, K] @ weight[K, N]``, plus bias, on every rank."""
-    owned = tuple(split_sizes(x.shape[0], call.world_size))
+    """``full[M, N] = sum over ranks of their parts``, plus bias, on every rank.
+
+    ``part(target, start, stop, beta)`` writes rows ``start:stop`` of this rank's part into ``target``, or, with
+    ``beta=1``, adds them to it. ``full`` is contiguous.
+    """
+    owned = tuple(split_sizes(full.shape[0], call.world_size))
     choice = call.choose(flow, owned)
     rows = call.layout(choice, 1, owned, 1)
     with call.leased() as lease:
         travels = call.travels(choice)
         collective = choice.pattern == "collective"
         # the backend sums whole rows itself: then the sum of all rows is staged as if it were this rank's piece
-        total = full if not collective or travels == full.dtype else lease.tensor(rows.total, weight.shape[1], travels)
+        total = full if not collective or travels == full.dtype else lease.tensor(rows.total, full.shape[1], travels)
         out = full[rows.starts[call.rank] : rows.starts[call.rank + 1]]
         scattered = Scattered(rows, call.rank, out, lease, bias=bias, accumulate=call.accumulate, travels=travels)
 
         def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
             for start, stop, _ in rows.segments(names):
-                matmul_into(target[start - first : stop - first], x[start:stop], weight, beta)
+                part(target[start - first : stop - first], start, stop, beta)
 
         def tensor(name: str) -> torch.Tensor:
             if name[0] != "z":
@@ -194,6 +214,6 @@ def _reduce(
 
         kernels = {"mm": lambda op: scattered.multiply(op, product), "": scattered.add}
         kernels |= {"wgrad": wgrad} if wgrad else {}
-        call.run(flow, choice, rows.rows, {"p": weight.shape[1] * x.itemsize}, tensor, kernels, phase)
+        call.run(flow, choice, rows.rows, {"p": full.shape[1] * full.itemsize}, tensor, kernels, phase)
         if collective:
             full.copy_(total if bias is None else total + bias)

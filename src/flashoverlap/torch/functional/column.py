@@ -22,7 +22,7 @@ import torch
 
 from ...overlap import Overlap
 from ..call import Call, eager
-from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
+from ..check import check_layers, grads, shape
 from ..layout import Layout, around, flatten
 from ..pieces import Gathered, Scattered
 from ..transport import refusing, transport_of
@@ -63,37 +63,18 @@ def all_gather_linear(
         PeerError: a peer refused the call, died or stalled.
     """
     transport = transport_of(group, _OP, x_shard)
-    single = not isinstance(weight_shard, Sequence)
     with refusing(transport):
-        check_overlap(_OP, overlap)
         if not isinstance(save_gathered, bool):
             raise TypeError(f"{_OP}: save_gathered must be True or False, not {save_gathered!r}")
-        weights, biases = _lists(weight_shard, bias_shard)
-        count = len(weights)
-        cast = autocast(x_shard, *weights, *biases)
-        check_tensors(_OP, cast[0], cast[1 : count + 1], cast[count + 1 :])
-        x: Any = cast[0]
-        for weight, bias in zip(cast[1 : count + 1], cast[count + 1 :], strict=True):
-            check_linear(_OP, x, weight, bias)  # pyright: ignore[reportArgumentType]
-        row_dim = check_dim(_OP, x, dim)
+        x, weights, biases, row_dim = check_layers(_OP, x_shard, weight_shard, bias_shard, dim, overlap)
     call = Call(_OP, transport, overlap, x)
     outer, rows, inner = around(x.shape, row_dim)
     flags = f"{grads(x, *weights, *biases)} save_gathered={save_gathered}"
-    shared = f"outer={outer} inner={inner} features={x.shape[-1]} weights={count} {flags}"
-    shown = f"x {shape(x)} dim {row_dim}, weight {', '.join(map(shape, cast[1 : count + 1]))}, {flags}"
+    shared = f"outer={outer} inner={inner} features={x.shape[-1]} weights={len(weights)} {flags}"
+    shown = f"x {shape(x)} dim {row_dim}, weight {', '.join(map(shape, weights))}, {flags}"
     owned = call.agree_rows(shared, shown, rows)
-    outputs = _AllGatherLinear.apply(call, owned, row_dim, save_gathered, count, *cast)
-    return outputs[0] if single else tuple(outputs)
-
-
-def _lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
-    weights = list(weight) if isinstance(weight, Sequence) else [weight]
-    if not weights:
-        raise ValueError(f"{_OP}: weight_shard is an empty sequence")
-    biases = list(bias) if isinstance(bias, Sequence) else [bias] + [None] * (len(weights) - 1)
-    if len(biases) != len(weights) or (bias is not None and isinstance(bias, Sequence) != isinstance(weight, Sequence)):
-        raise ValueError(f"{_OP}: {len(weights)} weights and {len(biases)} biases; give one bias (or None) a weight")
-    return weights, biases
+    outputs = _AllGatherLinear.apply(call, owned, row_dim, save_gathered, len(weights), x, *weights, *biases)
+    return tuple(outputs) if isinstance(weight_shard, Sequence) else outputs[0]
 
 
 class _AllGatherLinear(torch.autograd.Function):

@@ -59,7 +59,7 @@ def mlp(
         up: ``[F_r, K]``.
         down: ``[N, F_r]``.
         gate: ``[F_r, K]`` or None.
-        activation: "silu", "gelu" or a differentiable callable that works row by row.
+        activation: "silu", "gelu", "gelu_tanh", "relu" or a differentiable callable that works row by row.
         up_bias: ``[F_r]``.
         gate_bias: ``[F_r]``.
         down_bias: ``[N]``, the full bias, equal on all ranks; added once.

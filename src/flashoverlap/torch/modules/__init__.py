@@ -1,0 +1,35 @@
+"""Parallel modules: what a plan makes of a model's own modules, a style a kind.
+
+parallel     what all modules of a parallelized model share; local tensors of DTensor parameters
+style        what a style is: where its parameters go, and what its modules do from then on
+lazy_rows    a tensor that looks like all rows while only the own ones are here
+random       random numbers that differ between ranks, or are equal, whatever the seeds
+linear       ColumnParallel, RowParallel
+attention    ParallelAttention
+mlp          FusedMLP
+rows         SequenceParallel, Replicated, ShardedInput
+vocabulary   VocabParallelEmbedding, VocabParallelHead
+causal_lm    CausalLM: the whole language model and its loss
+"""
+
+from .attention import ParallelAttention
+from .causal_lm import CausalLM
+from .linear import ColumnParallel, RowParallel
+from .mlp import FusedMLP
+from .rows import Replicated, SequenceParallel, ShardedInput
+from .style import Style
+from .vocabulary import VocabParallelEmbedding, VocabParallelHead
+
+__all__ = [
+    "CausalLM",
+    "ColumnParallel",
+    "FusedMLP",
+    "ParallelAttention",
+    "Replicated",
+    "RowParallel",
+    "SequenceParallel",
+    "ShardedInput",
+    "Style",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+]

@@ -1,0 +1,205 @@
+"""ParallelAttention: heads spread over the ranks, around a model's own attention code.
+
+B sequences of S tokens, K features, H query heads and G key/value heads of D features, n ranks, rank r
+hidden   [B, S_r, K] own rows in; q [B, S, H/n * D], k and v [B, S, G/n * D] all rows of the own heads, by one gather;
+         then the model's own code (rotary positions, masks, cache: all of the whole sequence); own rows out.
+
+Where G is less than n, n/G ranks share a key/value head: its weights are whole on every rank, which uses the rows of
+its own head, and their gradients are summed over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .lazy_rows import LazyRows, own_rows
+from .linear import RowParallel, become_column, column_placements, columns, is_transposed
+from .parallel import Parallel, Parallelized, become
+from .random import of_all_ranks, of_this_rank
+from .rows import become_whole
+from .style import Style, replicated, submodules
+
+# what attention modules keep of their sizes, beside what this style is told
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_GROUPS = ("num_key_value_groups", "n_rep")
+
+
+class Heads:
+    """Which heads a rank computes.
+
+    Args:
+        query: H.
+        key_value: G.
+        features: D.
+
+    Raises:
+        ValueError: heads that the ranks cannot share.
+    """
+
+    def __init__(self, query: int, key_value: int, features: int, rank: int, world_size: int) -> None:
+        tp = world_size
+        if query % tp:
+            raise ValueError(f"{query} query heads cannot be spread over {tp} ranks")
+        if key_value % tp and tp % key_value:
+            raise ValueError(f"{key_value} key/value heads can neither be spread over {tp} ranks nor shared by them")
+        if query % key_value:
+            raise ValueError(f"{query} query heads cannot share {key_value} key/value heads")
+        self.query, self.key_value, self.features = query, key_value, features
+        self.own_query, self.own_key_value = query // tp, max(1, key_value // tp)
+        shared = key_value < tp
+        first = rank * key_value // tp * features
+        self.key_value_rows = range(first, first + features) if shared else None
+
+
+class Attention(Parallelized):
+    """An attention module of which each rank computes some heads."""
+
+    _columns: Sequence[str]
+    _hidden: str
+    _dropout: float
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, with q, k and v made beforehand."""
+        hidden = args[0] if args else kwargs[self._hidden]
+        linears: Any = [self.get_submodule(name) for name in self._columns]
+        outputs = columns(hidden, linears)
+        rows = LazyRows(
+            own_rows(hidden), outputs[0].shape[-2], self._parallel, dict(zip(linears, outputs, strict=True))
+        )
+        if args:
+            args = (rows, *args[1:])
+        else:
+            kwargs[self._hidden] = rows
+        with of_this_rank(self._parallel, rows.device, self.training and self._dropout > 0):
+            return super().forward(*args, **kwargs)
+
+
+class _SameDropout(Parallelized):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with of_all_ranks(self._parallel, x.device):
+            return super().forward(x)
+
+
+class ParallelAttention(Style):
+    """Attention whose heads are spread over the ranks: q, k and v by columns, the output projection by rows.
+
+    Other modules with parameters below it (norms of single heads) see the own heads: they stay whole, and their
+    gradients are summed over the ranks.
+
+    Args:
+        q: name of the query projection below the module.
+        k: of the key projection.
+        v: of the value projection.
+        out: of the output projection.
+        qkv: of one projection that holds the three side by side, in place of q, k and v.
+        heads: number of query heads; None reads it from the module or its config.
+        kv_heads: number of key/value heads; None likewise, or as many as query heads.
+        hidden: name of the argument that holds the hidden states, where it is not passed by position.
+    """
+
+    def __init__(
+        self,
+        q: str = "q_proj",
+        k: str = "k_proj",
+        v: str = "v_proj",
+        out: str = "o_proj",
+        *,
+        qkv: str | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        hidden: str = "hidden_states",
+    ) -> None:
+        self.columns = (q, k, v) if qkv is None else (qkv,)
+        self.out, self.heads, self.kv_heads, self.hidden = out, heads, kv_heads, hidden
+
+    def placements(self, module: nn.Module, name: str, parallel: Parallel) -> dict[str, Any]:
+        heads = self._heads(module, parallel)
+        found: dict[str, Any] = {}
+        for column, linear in zip(self.columns, submodules(module, self.columns), strict=True):
+            parts, rows = self._parts(column, heads)
+            placed = column_placements(linear, parallel, parts, rows)
+            found |= {f"{column}.{each}": where for each, where in placed.items()}
+        (out,) = submodules(module, [self.out])
+        placed = RowParallel().placements(out, self.out, parallel)
+        found |= {f"{self.out}.{each}": where for each, where in placed.items()}
+        for child, other in self._others(module):
+            for each, parameter in other.named_parameters():
+                if parameter.numel() != heads.features:
+                    raise ValueError(
+                        f"{child}.{each} {tuple(parameter.shape)} is not of one head of {heads.features} features, "
+                        "and this style does not know what it does"
+                    )
+            found |= replicated(other, f"{child}.")
+        return found
+
+    def apply(self, module: nn.Module, parallel: Parallel) -> None:
+        heads = self._heads(module, parallel)
+        for column, linear in zip(self.columns, submodules(module, self.columns), strict=True):
+            become_column(linear, parallel, self._parts(column, heads)[1])
+        RowParallel().apply(module.get_submodule(self.out), parallel)
+        for _, other in self._others(module):
+            become_whole(other, parallel, summed=True)
+        self._tell_sizes(module, heads)
+        if not parallel.sequence_parallel:
+            for child in module.modules():
+                if isinstance(child, nn.Dropout):
+                    become(child, _SameDropout, parallel)
+        become(module, Attention, parallel, _columns=self.columns, _hidden=self.hidden, _dropout=_dropout_of(module))
+
+    def _heads(self, module: nn.Module, parallel: Parallel) -> Heads:
+        config = getattr(module, "config", None)
+        query = self.heads or _first(module, _HEADS) or _first(config, _HEADS)
+        if query is None:
+            raise ValueError("the number of heads is neither in the module nor in its config; give heads=")
+        groups = self.kv_heads or _first(module, _KV_HEADS) or _first(config, _KV_HEADS) or query
+        (out,) = submodules(module, [self.out])
+        weight: Any = out.weight
+        inputs = weight.shape[0 if is_transposed(out) else 1]
+        if inputs % query:
+            raise ValueError(f"{self.out} takes {inputs} features, which are not those of {query} heads")
+        return Heads(query, groups, inputs // query, parallel.rank, parallel.world_size)
+
+    def _parts(self, column: str, heads: Heads) -> tuple[tuple[int, ...], list[range | None]]:
+        query, key_value = heads.query * heads.features, heads.key_value * heads.features
+        if len(self.columns) == 1:
+            return (query, key_value, key_value), [None, heads.key_value_rows, heads.key_value_rows]
+        if column == self.columns[0]:
+            return (query,), [None]
+        return (key_value,), [heads.key_value_rows]
+
+    def _others(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Children that have parameters and are no projection."""
+        known = {*self.columns, self.out}
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            raise ValueError(f"this style does not know what the parameters {', '.join(own)} are for")
+        return [(n, child) for n, child in module.named_children() if n not in known and list(child.parameters())]
+
+    def _tell_sizes(self, module: nn.Module, heads: Heads) -> None:
+        """The module's own code is to reckon with the heads that are here."""
+        local = {
+            **dict.fromkeys(_HEADS, heads.own_query),
+            **dict.fromkeys(_KV_HEADS, heads.own_key_value),
+            **dict.fromkeys(_GROUPS, heads.own_query // heads.own_key_value),
+            "split_size": heads.own_query * heads.features,
+        }
+        for name, size in local.items():
+            if isinstance(vars(module).get(name), int):
+                setattr(module, name, size)
+
+
+def _first(owner: object, names: Sequence[str]) -> int | None:
+    """The first of these attributes that is there."""
+    return next((value for name in names if isinstance(value := getattr(owner, name, None), int)), None)
+
+
+def _dropout_of(module: nn.Module) -> float:
+    """The largest probability with which something is dropped in a module."""
+    own = getattr(module, "attention_dropout", 0.0)
+    inner = [child.p for child in module.modules() if isinstance(child, nn.Dropout)]
+    return max([own if isinstance(own, int | float) else 0.0, *inner])

@@ -1,0 +1,130 @@
+"""FusedMLP: a whole MLP in one schedule, in place of its linears one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..functional import linear_all_reduce, mlp
+from .lazy_rows import own_rows
+from .linear import ColumnParallel, RowParallel, columns
+from .parallel import Parallel, Parallelized, become
+from .random import of_this_rank
+from .style import Style, submodules
+
+_Function = str | Callable[[torch.Tensor], torch.Tensor]
+# activations by their classes' names: torch's and those of transformers
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+}
+
+
+class Fused(Parallelized):
+    """An MLP that runs as one schedule under sequence parallelism."""
+
+    _names: dict[str, str]
+    _activation: _Function
+    _dropout: str | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``, on own rows (or on all rows)."""
+        parallel = self._parallel
+        linears: dict[str, Any] = {role: self.get_submodule(name) for role, name in self._names.items()}
+        up, down, gate = linears["up"], linears["down"], linears.get("gate")
+        if parallel.sequence_parallel:
+            out = mlp(
+                own_rows(x),
+                up.shard("weight"),
+                down.shard(),
+                gate=None if gate is None else gate.shard("weight"),
+                activation=self._activation,
+                up_bias=up.shard("bias"),
+                gate_bias=None if gate is None else gate.shard("bias"),
+                down_bias=down.replicated_bias(),
+                **parallel.call,
+            )
+        else:
+            raised = columns(x, [up] if gate is None else [gate, up])
+            active = _function(self._activation)(raised[0])
+            active = active if gate is None else active * raised[1]
+            out = linear_all_reduce(active, down.shard(), down.replicated_bias(), **parallel.call)
+        if self._dropout is None:
+            return out
+        dropout = self.get_submodule(self._dropout)
+        with of_this_rank(parallel, out.device, parallel.sequence_parallel and dropout.training):
+            return dropout(out)
+
+
+class FusedMLP(Style):
+    """A module ``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``: a piece goes through all of it at once.
+
+    Args:
+        up: name of the first linear below the module.
+        down: of the last.
+        gate: of the gate, or None.
+        activation: "silu", "gelu", "gelu_tanh", "relu" or a callable that works row by row; None takes the module's
+            ``act_fn``, ``act`` or ``activation``.
+        dropout: name of a dropout that follows, or None.
+
+    Without sequence parallelism its linears run one by one.
+    """
+
+    def __init__(
+        self,
+        up: str = "up_proj",
+        down: str = "down_proj",
+        gate: str | None = "gate_proj",
+        *,
+        activation: _Function | None = None,
+        dropout: str | None = None,
+    ) -> None:
+        self.up, self.down, self.gate, self.activation, self.dropout = up, down, gate, activation, dropout
+
+    def placements(self, module: nn.Module, name: str, parallel: Parallel) -> dict[str, Any]:
+        self._activation(module)
+        found: dict[str, Any] = {}
+        for child, linear in zip(self._children, submodules(module, self._children), strict=True):
+            style = RowParallel() if child == self.down else ColumnParallel()
+            found |= {f"{child}.{each}": p for each, p in style.placements(linear, child, parallel).items()}
+        submodules(module, [self.dropout])
+        return found
+
+    @property
+    def _children(self) -> list[str]:
+        return [name for name in (self.up, self.gate, self.down) if name is not None]
+
+    def apply(self, module: nn.Module, parallel: Parallel) -> None:
+        for child, linear in zip(self._children, submodules(module, self._children), strict=True):
+            (RowParallel() if child == self.down else ColumnParallel()).apply(linear, parallel)
+        names = {role: name for role in ("up", "down", "gate") if (name := getattr(self, role)) is not None}
+        become(module, Fused, parallel, _names=names, _activation=self._activation(module), _dropout=self.dropout)
+
+    def _activation(self, module: nn.Module) -> _Function:
+        if self.activation is not None:
+            return self.activation
+        found: Any = next((getattr(module, n) for n in ("act_fn", "act", "activation") if hasattr(module, n)), None)
+        if found is None:
+            raise ValueError("the MLP has no act_fn, act or activation; give FusedMLP(activation=...)")
+        if isinstance(found, nn.GELU):
+            return "gelu" if found.approximate == "none" else "gelu_tanh"
+        if found in (torch.nn.functional.silu, torch.nn.functional.gelu):
+            return "silu" if found is torch.nn.functional.silu else "gelu"
+        known = _ACTIVATIONS.get(type(found).__name__)
+        return found if known is None else known
+
+
+def _function(activation: _Function) -> Callable[[torch.Tensor], torch.Tensor]:
+    if not isinstance(activation, str):
+        return activation
+    if activation == "gelu_tanh":
+        return nn.GELU(approximate="tanh")
+    return getattr(torch.nn.functional, activation)

@@ -1,0 +1,115 @@
+"""What all modules of a parallelized model share, and how a module becomes one of them.
+
+[Note: classes] A module is changed by giving it a subclass of its class, as FSDP2 does, and not by a closure over it:
+a deep copy then works on its own parameters, ``isinstance`` stays true, and hooks and attributes stay where they were.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...overlap import Overlap
+from ...report import placed
+from ..functional.exchange import sum_gradient
+
+
+class Parallel:
+    """How one model is parallelized: the same object in all its modules and in their deep copies.
+
+    Args:
+        mesh: of one dimension; parameters are DTensors on it.
+        group: what the operators are called on: the mesh's process group, or a transport.
+        rank: of this process in the group.
+        world_size: of the group.
+        sequence_parallel: whether rows are sharded outside the linears.
+        overlap: how operators are to hide their communication.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, group: Any, rank: int, world_size: int, sequence_parallel: bool, overlap: Overlap
+    ) -> None:
+        self.mesh, self.group, self.rank, self.world_size = mesh, group, rank, world_size
+        self.sequence_parallel, self.overlap = sequence_parallel, overlap
+        self.outer_random: list[torch.Tensor] = []  # see random.py
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The keyword arguments that every operator takes."""
+        return {"group": self.group, "overlap": self.overlap}
+
+    def __deepcopy__(self, memo: Any) -> Parallel:
+        return self  # a process group cannot be copied, and need not be
+
+
+class Parallelized(nn.Module):
+    """Mixed into the class of every module that a plan has changed."""
+
+    _parallel: Parallel
+    _path: str = ""  # in the model, for the report
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a parallelized module holds a process group and cannot be pickled; save model.state_dict(), with "
+            "torch.distributed.checkpoint or torch.save, and load it into a freshly parallelized model"
+        )
+
+
+@cache
+def _combined(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    space: dict[str, Any] = {"__module__": mixin.__module__, "__doc__": base.__doc__}
+    if mixin.forward is not nn.Module.forward:
+
+        @wraps(base.forward)  # whose signature others ask for
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with placed(self._path):
+                return mixin.forward(self, *args, **kwargs)
+
+        space["forward"] = forward
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), space)
+
+
+def become(module: nn.Module, mixin: type[Parallelized], parallel: Parallel, **state: Any) -> None:
+    """Makes ``module`` one of ``mixin`` ([Note: classes]), with attributes ``state``."""
+    module.__class__ = _combined(mixin, type(module))
+    module._parallel = parallel  # pyright: ignore[reportArgumentType]
+    for name, value in state.items():
+        object.__setattr__(module, name, value)
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that is here; its gradient finds its way back."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def whole(parameter: torch.Tensor, parallel: Parallel, summed: bool) -> torch.Tensor:
+    """A replicated parameter; with ``summed`` its gradient is the sum over ranks, each of which saw a part."""
+    here = local(parameter)
+    return sum_gradient(here, **parallel.call) if summed and here.requires_grad else here
+
+
+@contextmanager
+def replaced(tensors: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
+    """Lets modules see plain tensors where they have parameters, for the length of a call; not for two threads."""
+    kept = {(module, name): module._parameters[name] for module, name in tensors}
+    for (module, name), tensor in tensors.items():
+        module._parameters[name] = tensor  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        for (module, name), parameter in kept.items():
+            module._parameters[name] = parameter

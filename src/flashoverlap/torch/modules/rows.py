@@ -1,0 +1,118 @@
+"""Modules that keep their parameters whole: on own rows, on all rows, and where all rows become own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...report import placed
+from ..call import Call
+from ..functional.exchange import split
+from ..transport import transport_of
+from .lazy_rows import LazyRows, own_rows
+from .parallel import Parallel, Parallelized, become, replaced, whole
+from .random import of_this_rank
+from .style import Style, replicated
+
+
+class Whole(Parallelized):
+    """A module whose parameters are whole on every rank."""
+
+    _summed: bool
+    _looks_full: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module does, on own rows where rows are here in part."""
+        here = {
+            (module, name): whole(parameter, self._parallel, self._summed)
+            for module in self.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        with replaced(here):
+            out = super().forward(*map(own_rows, args), **{name: own_rows(arg) for name, arg in kwargs.items()})
+        return lazily_full(out, self._parallel) if self._looks_full else out
+
+
+def lazily_full(own: torch.Tensor, parallel: Parallel) -> LazyRows:
+    """Own rows as a tensor that looks like all of them; the ranks tell each other how many they have."""
+    return LazyRows(own, sum(rows_of_all(own, parallel)), parallel)
+
+
+def rows_of_all(own: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
+    """How many rows each rank holds of ``own [..., M_r, K]``."""
+    call = Call("SequenceParallel", transport_of(parallel.group, "SequenceParallel", own), parallel.overlap, own)
+    return call.agree_rows(f"features={own.shape[-1]}", f"rows {list(own.shape)}", own.shape[-2])
+
+
+def become_whole(module: nn.Module, parallel: Parallel, *, summed: bool, looks_full: bool = False) -> None:
+    """Keeps a module's parameters whole; with ``summed`` their gradients are sums over the ranks."""
+    become(module, Whole, parallel, _summed=summed, _looks_full=looks_full)
+
+
+class SequenceParallel(Style):
+    """A module that works row by row on own rows (a norm, say): its gradients are summed over the ranks.
+
+    Without sequence parallelism it works on all rows, and nothing has to be summed.
+
+    Args:
+        looks_full: its output goes to code that wants the shape of all rows (see lazy_rows.py).
+    """
+
+    def __init__(self, *, looks_full: bool = False) -> None:
+        self.looks_full = looks_full
+
+    def placements(self, module: nn.Module, name: str, parallel: Parallel) -> dict[str, Any]:
+        return replicated(module)
+
+    def apply(self, module: nn.Module, parallel: Parallel) -> None:
+        sharded = parallel.sequence_parallel
+        become_whole(module, parallel, summed=sharded, looks_full=self.looks_full and sharded)
+
+
+class Replicated(Style):
+    """A module that computes the same on every rank, from what is the same on every rank."""
+
+    def placements(self, module: nn.Module, name: str, parallel: Parallel) -> dict[str, Any]:
+        return replicated(module)
+
+    def apply(self, module: nn.Module, parallel: Parallel) -> None:
+        become_whole(module, parallel, summed=False)
+
+
+class _Split(Parallelized):
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Before the module's own hooks and checkpoints, which then see ordinary tensors of own rows."""
+        with placed(self._path):
+            own = x.here if isinstance(x, LazyRows) else split(x, **self._parallel.call)
+        with of_this_rank(self._parallel, own.device, _draws(self)):
+            return super().__call__(own, *args, **kwargs)
+
+
+class ShardedInput(Style):
+    """A module without parameters of its own style, with which the sharded region begins: of all rows it takes its own.
+
+    Without sequence parallelism nothing changes.
+    """
+
+    def placements(self, module: nn.Module, name: str, parallel: Parallel) -> dict[str, Any]:
+        return {}
+
+    def apply(self, module: nn.Module, parallel: Parallel) -> None:
+        if parallel.sequence_parallel:
+            become(module, _Split, parallel)
+
+
+class Dropped(Parallelized):
+    """Dropout on a part (own rows) or, where all rows are everywhere, on the same of all ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Drops features by a mask of this rank's own."""
+        with of_this_rank(self._parallel, x.device, _draws(self)):
+            return super().forward(x)
+
+
+def _draws(module: nn.Module) -> bool:
+    return module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0

@@ -1,0 +1,229 @@
+"""parallelize: tensor parallelism with hidden communication, applied to a model from outside.
+
+A plan says what becomes of which module. It is matched and looked through first, on all ranks alike; whatever cannot
+work is refused then, and the model is left as it was. Only then parameters become DTensors and modules parallel ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..overlap import Overlap
+from .call import eager
+from .check import check_overlap
+from .modules import Style
+from .modules.parallel import Parallel, Parallelized, become
+from .modules.rows import Dropped
+from .modules.style import Parts
+from .plans import auto_plan
+from .transport import CARD_BYTES, agree, refusing, transport_of
+
+_OP = "parallelize"
+
+
+@eager
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: str | Mapping[str, Style] = "auto",
+    *,
+    sequence_parallel: bool = True,
+    attention: str | None = None,
+    overlap: Overlap = Overlap(),
+) -> nn.Module:
+    """Makes a model tensor-parallel in place; its parameters become DTensors on ``mesh``.
+
+    Afterwards all ranks of the mesh call the model with the same inputs, whole sequences, and get the same loss or
+    logits. Gradients need no further care: those of norms are summed over the ranks that saw their rows, biases count
+    once. Make the optimizer afterwards. Where dense weights differ between ranks, those of rank 0 are taken.
+
+    Args:
+        model: on any device, on "meta" too (then ``model.to_empty(device=...)`` and filling are yours).
+        mesh: a DeviceMesh of one dimension; ``mesh["tp"]`` of a larger one.
+        plan: a table from module-name patterns (``*`` stands for one part of a dotted name, "" for the model itself)
+            to styles, or "auto" for the language models of transformers that the library knows (plans.py).
+        sequence_parallel: shard the rows outside the linears too; otherwise all ranks hold all rows there.
+        attention: None; other ways to compute attention are still to come.
+        overlap: how every operator is to hide its communication.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError, TypeError: on every rank, before anything changes: patterns that match nothing or overlap, a module
+            that its style cannot take, parameters that no style takes care of, heads that the ranks cannot share, a
+            plan applied twice, ranks that disagree.
+    """
+    transport = transport_of(mesh, _OP)
+    with refusing(transport):
+        if attention is not None:
+            raise ValueError(f"{_OP}: attention={attention!r} is not known; None leaves attention to the model")
+    return apply(model, mesh, mesh, plan, sequence_parallel=sequence_parallel, overlap=overlap)
+
+
+def apply(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    group: Any,
+    plan: str | Mapping[str, Style] = "auto",
+    *,
+    sequence_parallel: bool = True,
+    overlap: Overlap = Overlap(),
+) -> nn.Module:
+    """:func:`parallelize`, with what operators are called on given by itself: a process group or a transport."""
+    transport = transport_of(mesh, _OP)
+    with refusing(transport):
+        if not isinstance(sequence_parallel, bool):
+            raise TypeError(f"{_OP}: sequence_parallel must be True or False, not {sequence_parallel!r}")
+        check_overlap(_OP, overlap)
+        parallel = Parallel(mesh, group, transport.rank, transport.world_size, sequence_parallel, overlap)
+        matched = match(model, plan)
+        placements = _look(model, matched, parallel)
+    told = [f"{n} {p.dtype} {list(p.shape)} {placements.get(n)}" for n, p in _all_parameters(model).items()]
+    digest = hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
+    settings = f"{sequence_parallel=}, {overlap}"
+    size = sum(parameter.numel() for parameter in model.parameters())
+    shown = f"{type(model).__name__} of {size} parameters, {settings}, plan and shapes with digest {digest}"
+    agree(transport, f"{_OP} {settings} {told}", shown)
+    same = len(set(transport.exchange_cards(_digests(model)))) == 1
+    _distribute(model, placements, mesh, None if same else 0)
+    for module, (_, style) in matched.items():
+        style.apply(module, parallel)
+    if sequence_parallel:
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and not isinstance(module, Parallelized):
+                become(module, Dropped, parallel)
+    for name, module in model.named_modules():
+        if isinstance(module, Parallelized):
+            module._path = name or type(model).__name__
+    return model
+
+
+def match(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[nn.Module, tuple[str, Style]]:
+    """The modules that a plan names, each with its name and its style."""
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise ValueError(f"{_OP}: plan={plan!r} is unknown; give 'auto' or a dict from patterns to styles")
+        plan = auto_plan(model)
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"{_OP}: plan must be 'auto' or a dict from patterns to styles, not {type(plan).__name__}")
+    done = [name or type(model).__name__ for name, module in model.named_modules() if isinstance(module, Parallelized)]
+    if done:
+        raise ValueError(f"{_OP}: a plan has been applied already, to {done[0]} and {len(done) - 1} more modules")
+    names = dict(model.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, tuple[str, Style]] = {}
+    by: dict[nn.Module, str] = {}
+    unmatched = []
+    for pattern, style in plan.items():
+        if not isinstance(style, Style):
+            raise TypeError(f"{_OP}: plan[{pattern!r}] must be a style such as ColumnParallel(), not {style!r}")
+        hits = [name for name in names if _fits(name, pattern)]
+        if not hits:
+            unmatched.append(pattern)
+        for name in hits:
+            module = names[name]
+            if by.setdefault(module, pattern) != pattern:
+                raise ValueError(f"{_OP}: {name!r} is matched by two patterns, {by[module]!r} and {pattern!r}")
+            found.setdefault(module, (name, style))
+    if unmatched or not found:
+        raise ValueError(f"{_OP}: " + _nothing(unmatched, list(names)))
+    return found
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _nothing(unmatched: list[str], names: list[str]) -> str:
+    if not unmatched:
+        return "the plan is empty"
+    told = []
+    for pattern in unmatched:
+        near = difflib.get_close_matches(pattern, names, 1, 0.5)
+        told.append(repr(pattern) + (f" (nearest: {near[0]!r})" if near else ""))
+    return f"no module is named {', '.join(told)}"
+
+
+def _look(model: nn.Module, matched: Mapping[nn.Module, tuple[str, Style]], parallel: Parallel) -> dict[str, Any]:
+    """Where each parameter of the model goes; refuses what cannot work."""
+    found: dict[str, Any] = {}
+    takers: dict[str, str] = {}
+    shared: dict[nn.Parameter, tuple[str, Any]] = {}
+    names = _all_parameters(model)
+    for module, (name, style) in matched.items():
+        try:
+            below = style.placements(module, name, parallel)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{_OP}: {name or type(model).__name__!r}: {error}") from None
+        for each, placement in below.items():
+            full = f"{name}.{each}" if name else each
+            if full in takers:
+                raise ValueError(f"{_OP}: {full!r} is taken care of by both {takers[full]!r} and {name!r}")
+            takers[full] = name
+            parameter = names[full]
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"{_OP}: {full!r} is a DTensor already; apply parallelize first, then others")
+            other, elsewhere = shared.setdefault(parameter, (full, placement))
+            if elsewhere != placement:
+                raise ValueError(f"{_OP}: {full!r} ({placement}) is tied to {other!r} ({elsewhere})")
+            found[full] = placement
+    left = [name for name, parameter in names.items() if name not in found and parameter not in shared]
+    if left:
+        raise ValueError(
+            f"{_OP}: the plan says nothing of {', '.join(left[:6])}{' ...' if len(left) > 6 else ''}; give their "
+            "modules SequenceParallel() where they work on own rows, Replicated() where they see the same on every rank"
+        )
+    return found
+
+
+def _all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter by each of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _digests(model: nn.Module) -> bytes:
+    """A card that is equal on ranks with equal parameters."""
+    digest = hashlib.blake2b(digest_size=32)
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.digest().ljust(CARD_BYTES, b"\0")
+
+
+def _distribute(model: nn.Module, placements: Mapping[str, Any], mesh: DeviceMesh, source: int | None) -> None:
+    """Puts DTensors where the parameters were; values come from rank ``source``, or are equal on all ranks already."""
+    made: dict[nn.Parameter, Any] = {}
+    names = _all_parameters(model)
+    for name, placement in placements.items():
+        parameter = names[name]
+        new = made.get(parameter)
+        if new is None:
+            new = made[parameter] = _distributed(parameter, placement, mesh, source)
+        owner, _, last = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if isinstance(new, nn.ParameterList):
+            del module._parameters[last]
+        setattr(module, last, new)
+
+
+def _distributed(parameter: nn.Parameter, placement: Any, mesh: DeviceMesh, source: int | None) -> Any:
+    """The DTensor of a parameter, or a list of one for each part that lies in it."""
+
+    def distributed(tensor: torch.Tensor, where: Any) -> nn.Parameter:
+        made = distribute_tensor(tensor.detach().clone(), mesh, [where], src_data_rank=source)
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+    if isinstance(placement, Parts):
+        parts = parameter.split(placement.sizes, placement.dim)
+        return nn.ParameterList(map(distributed, parts, placement.placements))
+    return distributed(parameter, placement)
