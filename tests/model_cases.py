@@ -310,3 +310,22 @@ def case_no_valid_token_is_finite(mesh):
     loss.backward()
     assert loss == 0.0
     assert all(bool((full(parameter.grad) == 0).all()) for parameter in model.parameters())
+
+
+def case_attention_cut_by_queries(mesh):
+    for build in ("llama", "two kv heads", "mistral", "qwen3", "gemma", "gemma3", "gpt2"):
+        fo.report().clear()
+        agree_with_dense(mesh, MODELS[build], attention="query_split")
+        assert any(record.op == "attention_reduce_scatter backward" for record in fo.report()), build
+    agree_with_dense(mesh, llama, seq=2, attention="query_split", overlap=fo.Overlap("flash", splits=3))
+    model = fo.parallelize(made(lambda: gpt2(attn_pdrop=0.5)), mesh, attention="query_split")
+    ids, labels = tokens()
+    with pytest.warns(UserWarning, match=r"transformer\.h\.0\.attn: attention is not cut by queries.*dropout of 0.5"):
+        model(input_ids=ids, labels=labels).loss.backward()
+    strict = fo.parallelize(
+        made(lambda: gpt2(attn_pdrop=0.5)), mesh, attention="query_split", overlap=fo.Overlap(strict=True)
+    )
+    refused(lambda: strict(input_ids=ids, labels=labels), "dropout")
+    refused(
+        lambda: fo.parallelize(made(llama), mesh, sequence_parallel=False, attention="query_split"), "sequence_parallel"
+    )

@@ -52,7 +52,9 @@ def parallelize(
         plan: a table from module-name patterns (``*`` stands for one part of a dotted name, "" for the model itself)
             to styles, or "auto" for the language models of transformers that the library knows (plans.py).
         sequence_parallel: shard the rows outside the linears too; otherwise all ranks hold all rows there.
-        attention: None; other ways to compute attention are still to come.
+        attention: "query_split" cuts attention and its output projection together by queries, so that both hide the
+            scatter that follows (where the model calls torch's scaled_dot_product_attention); None leaves attention
+            to the model.
         overlap: how every operator is to hide its communication.
 
     Returns:
@@ -63,11 +65,8 @@ def parallelize(
             that its style cannot take, parameters that no style takes care of, heads that the ranks cannot share, a
             plan applied twice, ranks that disagree.
     """
-    transport = transport_of(mesh, _OP)
-    with refusing(transport):
-        if attention is not None:
-            raise ValueError(f"{_OP}: attention={attention!r} is not known; None leaves attention to the model")
-    return apply(model, mesh, mesh, plan, sequence_parallel=sequence_parallel, overlap=overlap)
+    settings: dict[str, Any] = {"sequence_parallel": sequence_parallel, "attention": attention, "overlap": overlap}
+    return apply(model, mesh, mesh, plan, **settings)
 
 
 def apply(
@@ -77,6 +76,7 @@ def apply(
     plan: str | Mapping[str, Style] = "auto",
     *,
     sequence_parallel: bool = True,
+    attention: str | None = None,
     overlap: Overlap = Overlap(),
 ) -> nn.Module:
     """:func:`parallelize`, with what operators are called on given by itself: a process group or a transport."""
@@ -85,12 +85,24 @@ def apply(
         if not isinstance(sequence_parallel, bool):
             raise TypeError(f"{_OP}: sequence_parallel must be True or False, not {sequence_parallel!r}")
         check_overlap(_OP, overlap)
-        parallel = Parallel(mesh, group, transport.rank, transport.world_size, sequence_parallel, overlap)
+        if attention not in (None, "query_split"):
+            raise ValueError(f"{_OP}: attention={attention!r} is unknown; known: 'query_split', or None")
+        if attention is not None and not sequence_parallel:
+            raise ValueError(f"{_OP}: attention={attention!r} needs sequence_parallel=True")
+        parallel = Parallel(
+            mesh,
+            group,
+            transport.rank,
+            transport.world_size,
+            sequence_parallel=sequence_parallel,
+            attention=attention,
+            overlap=overlap,
+        )
         matched = match(model, plan)
         placements = _look(model, matched, parallel)
     told = [f"{n} {p.dtype} {list(p.shape)} {placements.get(n)}" for n, p in _all_parameters(model).items()]
     digest = hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
-    settings = f"{sequence_parallel=}, {overlap}"
+    settings = f"{sequence_parallel=}, {attention=}, {overlap}"
     size = sum(parameter.numel() for parameter in model.parameters())
     shown = f"{type(model).__name__} of {size} parameters, {settings}, plan and shapes with digest {digest}"
     agree(transport, f"{_OP} {settings} {told}", shown)

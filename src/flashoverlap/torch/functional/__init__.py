@@ -1,6 +1,7 @@
 """Layers whose communication is hidden, and the exchanges between them, as differentiable functions of local shards."""
 
 from .all_reduce import all_reduce_grad_linear, linear_all_reduce
+from .attention import attention_reduce_scatter
 from .column import all_gather_linear
 from .cross_entropy import vocab_parallel_cross_entropy
 from .exchange import all_gather, all_reduce, reduce_scatter, split, sum_gradient
@@ -12,6 +13,7 @@ __all__ = [
     "all_gather_linear",
     "all_reduce",
     "all_reduce_grad_linear",
+    "attention_reduce_scatter",
     "linear_all_reduce",
     "linear_reduce_scatter",
     "mlp",

@@ -10,12 +10,15 @@ its own head, and their gradients are summed over all ranks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from .lazy_attention import PutOff
 from .lazy_rows import LazyRows, own_rows
 from .linear import RowParallel, become_column, column_placements, columns, is_transposed
 from .parallel import Parallel, Parallelized, become
@@ -62,6 +65,7 @@ class Attention(Parallelized):
     _columns: Sequence[str]
     _hidden: str
     _dropout: float
+    _told: set[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with q, k and v made beforehand."""
@@ -75,8 +79,22 @@ class Attention(Parallelized):
             args = (rows, *args[1:])
         else:
             kwargs[self._hidden] = rows
-        with of_this_rank(self._parallel, rows.device, self.training and self._dropout > 0):
-            return super().forward(*args, **kwargs)
+        put_off = PutOff() if self._parallel.attention == "query_split" else nullcontext()
+        with of_this_rank(self._parallel, rows.device, self.training and self._dropout > 0), put_off:
+            out = super().forward(*args, **kwargs)
+        if isinstance(put_off, PutOff):
+            self._tell(put_off.refusals)
+        return out
+
+    def _tell(self, refusals: Sequence[str]) -> None:
+        """Says once that attention is not cut by queries although it was asked for, or raises where strict."""
+        for refusal in refusals:
+            text = f"{self._path}: attention is not cut by queries, as attention='query_split' asks: {refusal}"
+            if self._parallel.overlap.strict:
+                raise RuntimeError(text)
+            if refusal not in self._told:
+                self._told.add(refusal)
+                warnings.warn(text, stacklevel=2)
 
 
 class _SameDropout(Parallelized):
@@ -149,7 +167,15 @@ class ParallelAttention(Style):
             for child in module.modules():
                 if isinstance(child, nn.Dropout):
                     become(child, _SameDropout, parallel)
-        become(module, Attention, parallel, _columns=self.columns, _hidden=self.hidden, _dropout=_dropout_of(module))
+        become(
+            module,
+            Attention,
+            parallel,
+            _columns=self.columns,
+            _hidden=self.hidden,
+            _dropout=_dropout_of(module),
+            _told=set(),
+        )
 
     def _heads(self, module: nn.Module, parallel: Parallel) -> Heads:
         config = getattr(module, "config", None)

@@ -20,7 +20,7 @@ from .parallel import Parallel
 
 _Tensor = torch.Tensor
 # what tells nothing of the values
-_LOOKS = {
+LOOKS = {
     getattr(_Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "is_sparse")
 } | {_Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.is_floating_point, _Tensor.__len__, _Tensor.get_device}
@@ -61,9 +61,9 @@ class LazyRows(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _LOOKS or _keeps_shape(func, args):
+        if func in LOOKS or _keeps_shape(func, args):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {})) if func in _LOOKS else args[0]
+                return func(*args, **(kwargs or {})) if func in LOOKS else args[0]
         there: Any = tree_map_only(LazyRows, LazyRows.all, (tuple(args), dict(kwargs or {})))
         return func(*there[0], **there[1])
 

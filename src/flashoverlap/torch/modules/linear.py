@@ -16,7 +16,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from ..functional import all_gather_linear, all_reduce_grad_linear, linear_all_reduce, linear_reduce_scatter
+from ..functional import (
+    all_gather_linear,
+    all_reduce_grad_linear,
+    attention_reduce_scatter,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
+from .lazy_attention import LazyAttention
 from .lazy_rows import LazyRows, own_rows
 from .parallel import Parallel, Parallelized, become, local, whole
 from .style import Parts, Style, shard
@@ -149,8 +156,13 @@ class Row(Parallelized):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Own rows of the sum over ranks (or all rows, without sequence parallelism)."""
+        call = self._parallel.call
+        if isinstance(x, LazyAttention) and x.form == "flat" and self._parallel.sequence_parallel:
+            q, k, v, mask, causal, scale = x.heads
+            shards = self.shard(), self.replicated_bias()
+            return attention_reduce_scatter(q, k, v, *shards, mask=mask, causal=causal, scale=scale, **call)
         operator = linear_reduce_scatter if self._parallel.sequence_parallel else linear_all_reduce
-        return operator(x, self.shard(), self.replicated_bias(), **self._parallel.call)
+        return operator(x.all() if isinstance(x, LazyAttention) else x, self.shard(), self.replicated_bias(), **call)
 
     def shard(self) -> torch.Tensor:
         """The own part of the weight, ``[N, K_r]``."""

@@ -31,14 +31,23 @@ class Parallel:
         rank: of this process in the group.
         world_size: of the group.
         sequence_parallel: whether rows are sharded outside the linears.
+        attention: None, or "query_split" where attention is to hide the scatter that follows it.
         overlap: how operators are to hide their communication.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, group: Any, rank: int, world_size: int, sequence_parallel: bool, overlap: Overlap
+        self,
+        mesh: DeviceMesh,
+        group: Any,
+        rank: int,
+        world_size: int,
+        *,
+        sequence_parallel: bool,
+        attention: str | None,
+        overlap: Overlap,
     ) -> None:
         self.mesh, self.group, self.rank, self.world_size = mesh, group, rank, world_size
-        self.sequence_parallel, self.overlap = sequence_parallel, overlap
+        self.sequence_parallel, self.attention, self.overlap = sequence_parallel, attention, overlap
         self.outer_random: list[torch.Tensor] = []  # see random.py
 
     @property
