@@ -15,6 +15,7 @@ from ..report import Record, Report, call_site
 from .errors import naming
 from .execute import Kernel, execute
 from .layout import Layout, layout
+from .pieces import Scattered
 from .staging import Lease
 from .transport import agree
 
@@ -95,6 +96,13 @@ class Call:
     def travels(self, choice: Choice) -> torch.dtype:
         """Dtype in which partials are sent: where what is sent is a sum already, that of the accumulation."""
         return self.accumulate if choice.pattern in ("ring", "collective") else self.dtype
+
+    def scattered(
+        self, rows: Layout, choice: Choice, out: torch.Tensor, lease: Lease, bias: torch.Tensor | None = None
+    ) -> Scattered:
+        """The partial sums of a run whose own rows end in ``out``."""
+        travels = self.travels(choice)
+        return Scattered(rows, self.rank, out, lease, bias=bias, accumulate=self.accumulate, travels=travels)
 
     @contextmanager
     def leased(self) -> Iterator[Lease]:

@@ -26,7 +26,6 @@ from ...patterns import split_sizes
 from ..call import Call, eager
 from ..check import check_layer, check_layers, grads, shape
 from ..layout import flatten
-from ..pieces import Scattered
 from ..transport import refusing, transport_of
 from .derivative import differentiable_once
 from .kernels import matmul, matmul_into
@@ -200,7 +199,7 @@ def reduce_rows(
         # the backend sums whole rows itself: then the sum of all rows is staged as if it were this rank's piece
         total = full if not collective or travels == full.dtype else lease.tensor(rows.total, full.shape[1], travels)
         out = full[rows.starts[call.rank] : rows.starts[call.rank + 1]]
-        scattered = Scattered(rows, call.rank, out, lease, bias=bias, accumulate=call.accumulate, travels=travels)
+        scattered = call.scattered(rows, choice, out, lease, bias)
 
         def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
             for start, stop, _ in rows.segments(names):

@@ -107,7 +107,8 @@ class FlashCpu(Attend):
             both = torch.logaddexp(lse, log)
             out = out * (lse - both).exp()[..., None].to(out.dtype)
             out, lse = out.addcmul_(part, (log - both).exp()[..., None].to(out.dtype)), both
-        assert out is not None and lse is not None
+        assert out is not None
+        assert lse is not None
         self.lse[batch, :, start:stop] = lse[0]
         return out[0].transpose(0, 1).flatten(1)
 

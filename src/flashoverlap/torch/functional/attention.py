@@ -27,7 +27,7 @@ from ...overlap import Overlap
 from ...patterns import split_sizes
 from ..call import Call, eager
 from ..check import autocast, check_linear, check_overlap, check_tensors, grads, shape
-from ..pieces import Gathered, Scattered
+from ..pieces import Gathered
 from ..transport import refusing, transport_of
 from .attend import Heads, attend
 from .derivative import differentiable_once
@@ -120,15 +120,7 @@ class _AttentionReduceScatter(torch.autograd.Function):
         z = q.new_empty(batch, owned[call.rank], columns)
         transposed = weight.t()
         with call.leased() as lease:
-            scattered = Scattered(
-                rows,
-                call.rank,
-                z.view(-1, columns),
-                lease,
-                bias=bias,
-                accumulate=call.accumulate,
-                travels=call.travels(choice),
-            )
+            scattered = call.scattered(rows, choice, z.view(-1, columns), lease, bias)
 
             def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
                 for start, stop, natural in rows.segments(names):

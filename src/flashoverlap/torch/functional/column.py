@@ -24,7 +24,7 @@ from ...overlap import Overlap
 from ..call import Call, eager
 from ..check import check_layers, grads, shape
 from ..layout import Layout, around, flatten
-from ..pieces import Gathered, Scattered
+from ..pieces import Gathered
 from ..transport import refusing, transport_of
 from .derivative import differentiable_once
 from .kernels import linear_into, matmul, matmul_into
@@ -154,9 +154,7 @@ def _column_backward(
         buffer = saved if kept else lease.tensor(rows.total, features, call.dtype)
         own = saved[rows.starts[call.rank] : rows.starts[call.rank + 1]] if kept else saved
         gathered = Gathered(rows, call.rank, own, buffer)
-        scattered = Scattered(
-            rows, call.rank, dx, lease, bias=None, accumulate=call.accumulate, travels=call.travels(choice)
-        )
+        scattered = call.scattered(rows, choice, dx, lease)
 
         def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
             for start, stop, natural in rows.segments(names):

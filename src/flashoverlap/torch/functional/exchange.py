@@ -25,7 +25,7 @@ from ...patterns import split_sizes
 from ..call import Call, eager
 from ..check import check_dim, check_overlap, check_rows, check_tensors, grads, shape
 from ..layout import around, flatten
-from ..pieces import Gathered, Scattered
+from ..pieces import Gathered
 from ..staging import Lease
 from ..transport import refusing, transport_of
 from .all_reduce import reduce_rows
@@ -304,15 +304,7 @@ def _scatter_rows(call: Call, x: torch.Tensor, dim: int) -> torch.Tensor:
     flat = flatten(x)
     result = x.new_empty(*x.shape[:dim], owned[call.rank], *x.shape[dim + 1 :])
     with call.leased() as lease:
-        scattered = Scattered(
-            rows,
-            call.rank,
-            flatten(result),
-            lease,
-            bias=None,
-            accumulate=call.accumulate,
-            travels=call.travels(choice),
-        )
+        scattered = call.scattered(rows, choice, flatten(result), lease)
 
         def copy(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
             for start, stop, natural in rows.segments(names):

@@ -184,7 +184,7 @@ class _Mlp(torch.autograd.Function):
             gathered = Gathered(rows, call.rank, own, lease.tensor(rows.total, features, x.dtype))
             whole = choice.pattern not in ("direct", "ring")
             hidden = _Hidden(call, rows, tensors, function, lease, keep, whole)
-            scattered = _scattered(call, rows, choice, flatten(z), lease, down_bias)
+            scattered = call.scattered(rows, choice, flatten(z), lease, down_bias)
 
             def raise_pieces(op: Any) -> None:
                 for part, start, stop in gathered.runs(op.reads):
@@ -244,7 +244,7 @@ class _Backward:
             self.dz = Gathered(rows, call.rank, own, lease.tensor(rows.total, columns, x.dtype))
             own = flatten(x)
             self.x = Gathered(rows, call.rank, own, lease.tensor(rows.total, features, x.dtype))
-            self.dx = _scattered(call, rows, choice, dx, lease, None)
+            self.dx = call.scattered(rows, choice, dx, lease)
             kernels = {
                 "down": self._down,
                 "up": lambda op: self.dx.multiply(op, self._up),
@@ -315,12 +315,6 @@ def _end(call: Call, function: Activation) -> None:
     """The caller's own activation may have failed on one rank: then no rank goes on before all are through."""
     if function.own:
         call.agree("end", "", "")
-
-
-def _scattered(
-    call: Call, rows: Layout, choice: Any, out: torch.Tensor, lease: Lease, bias: torch.Tensor | None
-) -> Scattered:
-    return Scattered(rows, call.rank, out, lease, bias=bias, accumulate=call.accumulate, travels=call.travels(choice))
 
 
 def _by_letter(gathered: Gathered, scattered: Scattered, letter: str) -> Callable[[str], torch.Tensor]:

@@ -24,7 +24,7 @@ from ...patterns import split_sizes
 from ..call import Call, eager
 from ..check import check_layer, grads, shape
 from ..layout import around, flatten
-from ..pieces import Gathered, Scattered
+from ..pieces import Gathered
 from ..transport import refusing, transport_of
 from .derivative import differentiable_once
 from .kernels import matmul, matmul_into
@@ -85,15 +85,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         flat = flatten(x)
         z = x.new_empty(*x.shape[:dim], owned[call.rank], *x.shape[dim + 1 : -1], columns)
         with call.leased() as lease:
-            scattered = Scattered(
-                rows,
-                call.rank,
-                flatten(z),
-                lease,
-                bias=bias,
-                accumulate=call.accumulate,
-                travels=call.travels(choice),
-            )
+            scattered = call.scattered(rows, choice, flatten(z), lease, bias)
             transposed = weight.t()
 
             def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
