@@ -7,8 +7,8 @@ run         starts the ranks and collects what they measured           pure Pyth
 summary     from measured rounds to rows                               pure Python
 table       rows as a table
 worker      one rank: builds, checks, measures
-case        what a workload is; mlp is one
 contestant  what can be timed; peers/ holds other people's
+case        what a workload is: mlp, block and model, the last two of modules that llama builds
 values      are the numbers right?
 measure     the one loop that times
 """

@@ -1,4 +1,4 @@
-"""What a workload is: one rank's shards, the operators that run it, and the float64 reference of the whole.
+"""What a workload is: one rank's part of it, the library's way to run that, and the float64 reference of the whole.
 
 To add one: a Shape (shape.py), a Case in a file of its own, a line in :func:`case_of`, a command in cli/bench.py.
 """
@@ -6,12 +6,12 @@ To add one: a Shape (shape.py), a Case in a file of its own, a line in :func:`ca
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..overlap import Overlap
+from .contestant import Contestant
 from .shape import Shape
 
 
@@ -19,26 +19,42 @@ class Case(ABC):
     """One rank's part of a workload.
 
     Attributes:
-        leaves: own shards by name; in a training pass they receive gradients.
+        shape: its sizes.
+        dtype: of all tensors.
         grad: gradient of the own part of the output.
     """
 
-    leaves: Mapping[str, torch.Tensor]
+    shape: Any
+    dtype: torch.dtype
     grad: torch.Tensor
     rank: int
     world_size: int
 
     @abstractmethod
-    def forward(self, group: Any, overlap: Overlap) -> torch.Tensor:
-        """The own part of the output, by the library's operators on ``group`` (a process group or a transport)."""
+    def contestant(self, group: Any, transport: Any, overlap: Overlap) -> Contestant:
+        """The library in one mode.
+
+        Args:
+            group: the process group whose ranks hold the shards.
+            transport: what the operators are called on: the same group, or a transport that moves nothing.
+            overlap: the mode.
+        """
 
     @abstractmethod
     def reference(self, train: bool) -> dict[str, torch.Tensor]:
-        """The own part of the output ("out"), and of each leaf's gradient, by the unsharded module in float64."""
+        """What the unsharded module gives in float64: the own part of the output ("out"), and each leaf's gradient.
+
+        A gradient is the own part where leaves are plain tensors, and whole where contestants hold DTensors.
+        """
 
 
 def case_of(shape: Shape, dtype: torch.dtype, rank: int, world_size: int) -> Case:
     """The case of this shape, with values that are the same on every rank for the same shape and dtype."""
-    from .mlp import Mlp  # late, since it imports this file
-
-    return {"mlp": Mlp}[shape.case](shape, dtype, rank, world_size)  # pyright: ignore[reportArgumentType]
+    # late, since they import this file, and not every case's packages need be there
+    if shape.case == "mlp":
+        from .mlp import Mlp as Made
+    elif shape.case == "block":
+        from .block import Block as Made
+    else:
+        from .model import Model as Made
+    return Made(shape, dtype, rank, world_size)  # pyright: ignore[reportArgumentType]

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
-from ..overlap import Overlap
 from ..torch.staging import Staging
 from ..torch.transport import Silent
-from .candidates import Candidate
-from .case import Case
-from .options import Options
 
 
 class Contestant(ABC):
     """One rank's module and its leaves, ready to run forward and backward.
 
     Attributes:
-        leaves: by the names that the case has for them.
+        leaves: by the names that the case has for them; tensors of their own, unless the contestant only calls
+            operators on those of the case.
     """
 
     leaves: Mapping[str, torch.Tensor]
@@ -31,11 +26,11 @@ class Contestant(ABC):
         """The own part of the output, arrived."""
 
     def backward(self, out: torch.Tensor, grad: torch.Tensor) -> None:
-        """Runs the backward pass until all gradients have arrived."""
+        """Runs the backward pass until all gradients have arrived; ``grad`` is that of the own part of the output."""
         out.backward(grad)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Own parts of the gradients, as plain tensors."""
+        """The gradients, each as the own part of what the case has, or as a DTensor of the whole."""
         return {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
 
     def clear(self) -> None:
@@ -45,15 +40,14 @@ class Contestant(ABC):
 
 
 class Ours(Contestant):
-    """The library's operators on a group, in one mode."""
+    """The library in one mode: what runs it on this rank, and the leaves that it uses."""
 
-    def __init__(self, case: Case, group: Any, overlap: Overlap) -> None:
-        self._case, self._group, self._overlap = case, group, overlap
-        self.leaves = case.leaves
+    def __init__(self, run: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> None:
+        self._run, self.leaves = run, leaves
 
     def forward(self) -> torch.Tensor:
         """The own part of the output."""
-        return self._case.forward(self._group, self._overlap)
+        return self._run()
 
 
 class _FilledStaging(Staging):
@@ -70,20 +64,12 @@ class _FilledStaging(Staging):
         if buffer.data_ptr() not in self._filled:
             self._filled.add(buffer.data_ptr())
             whole = buffer.numel() // self._dtype.itemsize * self._dtype.itemsize
-            buffer[:whole].view(self._dtype).normal_()
+            buffer[:whole].view(self._dtype).uniform_()  # none negative, since a loss takes logarithms of sums
         return buffer
 
 
-def silent(case: Case) -> Silent:
-    """The group on which a case costs its computation alone."""
-    group = Silent(case.rank, case.world_size)
-    group.staging = _FilledStaging(case.grad.dtype)
+def silent(rank: int, world_size: int, dtype: torch.dtype) -> Silent:
+    """The group on which a case of this dtype costs its computation alone."""
+    group = Silent(rank, world_size)
+    group.staging = _FilledStaging(dtype)
     return group
-
-
-def contestant(candidate: Candidate, case: Case, group: Any, options: Options) -> Contestant:
-    """What a candidate stands for, on this rank."""
-    if candidate.overlap is None:
-        peer = import_module(f"flashoverlap.bench.peers.{candidate.row}")  # late: a peer may not be installed
-        return peer.CONTESTANTS[options.shape.case](case, group)
-    return Ours(case, silent(case) if candidate.silent else group, candidate.overlap)

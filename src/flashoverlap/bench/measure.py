@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..torch.transport import transport_of
 from ..trace import Span
 from .candidates import Candidate
 from .case import Case, case_of
-from .contestant import Contestant, contestant
+from .contestant import Contestant, silent
 from .options import Options
 from .summary import Part
 from .values import TOLERANCES, compare
@@ -42,7 +43,7 @@ class Bench:
         self._tolerance = TOLERANCES[dtype]
         self._case = case_of(options.shape, dtype, group.rank(), group.size())
         self._reference = self._case.reference(options.train)
-        self._contestants = [contestant(each, self._case, group, options) for each in candidates]
+        self._contestants = [_contestant(each, self._case, group) for each in candidates]
         self.parts = [Part(each.row, note=each.note) for each in candidates]
 
     def run(self) -> list[Part]:
@@ -129,11 +130,20 @@ class Bench:
         reference = case.reference(self._options.train)
         for index, candidate in enumerate(self._candidates):
             if candidate.overlap is not None and not candidate.silent:
-                runner = contestant(candidate, case, self._group, self._options)
+                runner = _contestant(candidate, case, self._group)
                 runner.clear()
                 out = _step(runner, case, self._options.train)
                 found = {"out": out, **runner.gradients()}
                 self._enter(index, found, reference, TOLERANCES[torch.float64], f"at {shape} in float64: ")
+
+
+def _contestant(candidate: Candidate, case: Case, group: Any) -> Contestant:
+    """What a candidate stands for, on this rank."""
+    if candidate.overlap is None:
+        peer = import_module(f"flashoverlap.bench.peers.{candidate.row}")  # late: a peer may not be installed
+        return peer.CONTESTANTS[case.shape.case](case, group)
+    transport = silent(case.rank, case.world_size, case.dtype) if candidate.silent else group
+    return case.contestant(group, transport, candidate.overlap)
 
 
 def _step(runner: Contestant, case: Case, train: bool) -> torch.Tensor:

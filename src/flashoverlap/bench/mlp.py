@@ -10,6 +10,7 @@ import flashoverlap.torch as fo
 
 from ..overlap import Overlap
 from .case import Case
+from .contestant import Contestant, Ours
 from .shape import MlpShape
 
 _REFERENCE_ROWS = 512  # rows that the reference takes at a time, so that it needs little memory
@@ -21,16 +22,24 @@ class Mlp(Case):
     """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``.
 
     x [M, K], up and gate [F, K], down [K, F]; a rank holds x [M_r, K], up and gate [F_r, K], down [K, F_r].
+
+    Attributes:
+        full: the whole tensors by name.
+        leaves: own shards by name; in a training pass they receive gradients.
     """
 
     def __init__(self, shape: MlpShape, dtype: torch.dtype, rank: int, world_size: int) -> None:
-        self.shape, self.rank, self.world_size = shape, rank, world_size
+        self.shape, self.dtype, self.rank, self.world_size = shape, dtype, rank, world_size
         self.full, self._full_grad = _values(shape, dtype)
         self.leaves = {name: self._own(name, tensor).requires_grad_() for name, tensor in self.full.items()}
         self.grad = self._own("x", self._full_grad)
 
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return torch.tensor_split(tensor, self.world_size, _DIMS[name])[self.rank].contiguous().clone()
+
+    def contestant(self, group: Any, transport: Any, overlap: Overlap) -> Contestant:
+        """All modes on the same leaves, since an operator holds none."""
+        return Ours(lambda: self.forward(transport, overlap), self.leaves)
 
     def forward(self, group: Any, overlap: Overlap) -> torch.Tensor:
         """Own rows of the output by one ``fo.mlp``."""

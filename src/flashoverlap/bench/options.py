@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from ..lab import Lab, Link
 from ..overlap import DTYPES
-from .shape import SHAPES, MlpShape, Shape
+from .shape import SHAPES, Shape
 
 MODES = ("compute", "off", "collective", "slice", "flash", "auto")
 PASSES = ("forward", "train")
 PATTERNS = ("direct", "ring")
-PEERS = ("dtensor", "megatron")
+PEERS = {"dtensor": ("mlp", "block", "model"), "megatron": ("mlp",), "hf": ("block", "model")}  # and what they can run
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Options:
         Lab(self.ranks, self.link)  # checks both
         for option, values, known in (
             ("modes", self.modes, MODES),
-            ("peers", self.peers, PEERS),
+            ("peers", self.peers, tuple(PEERS)),
             ("pass", (self.phase,), PASSES),
             ("dtype", (self.dtype,), DTYPES),
             ("pattern", (self.pattern,), PATTERNS),
@@ -65,7 +66,15 @@ class Options:
             raise ValueError(f"--splits {self.splits}: 'auto', 'best' or a whole number of 1 or more is needed")
         if self.trace and "flash" not in self.modes:
             raise ValueError(f"--trace draws a run of mode flash, which --modes {','.join(self.modes)} leaves out")
-        self.shape.check()
+        self.shape.check(self.ranks)
+        package = self.shape.package
+        if package and find_spec(package) is None:
+            raise ValueError(
+                f"bench {self.shape.case} needs {package}, which is not installed; pip install flashoverlap[hf]"
+            )
+        for peer in self.peers:
+            if self.shape.case not in PEERS[peer]:
+                raise ValueError(f"--peers {peer} can run bench {', bench '.join(PEERS[peer])}, not {self.shape.case}")
         uneven = self.shape.uneven(self.ranks)
         if self.peers and uneven:
             peers = ",".join(self.peers)
@@ -96,7 +105,7 @@ class Options:
     def from_json(text: str) -> Options:
         """Reads what :meth:`to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
-        shape: type[MlpShape] = SHAPES[fields.pop("case")]
+        shape: type[Any] = SHAPES[fields.pop("case")]
         for name in ("modes", "peers"):
             fields[name] = tuple(fields[name])
         return Options(**{**fields, "shape": shape(**fields["shape"])})

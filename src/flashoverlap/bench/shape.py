@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from ..patterns import split_sizes
@@ -16,8 +17,13 @@ class Shape(Protocol):
         """The workload's name."""
         ...
 
-    def check(self) -> None:
-        """Raises ValueError, with the option and its value, for sizes that mean nothing."""
+    @property
+    def package(self) -> str | None:
+        """The package beside torch whose modules the workload is made of."""
+        ...
+
+    def check(self, ranks: int) -> None:
+        """Raises ValueError, with the option and its value, for sizes that mean nothing or cannot be shared out."""
         ...
 
     def ideal_elements(self, ranks: int, train: bool) -> int:
@@ -48,20 +54,19 @@ class MlpShape:
         """The workload's name."""
         return "mlp"
 
-    def check(self) -> None:
+    @property
+    def package(self) -> str | None:
+        """None: the library's operators suffice."""
+        return None
+
+    def check(self, ranks: int) -> None:
         """Raises ValueError for sizes below one."""
-        for name in ("seq", "hidden", "ffn"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: at least 1 is needed")
+        _check_positive(self, ("seq", "hidden", "ffn"))
 
     def ideal_elements(self, ranks: int, train: bool) -> int:
         """Forward a gather and a scatter of all rows; backward two gathers (dz, x again) and a scatter."""
         gathers, scatters = (3, 2) if train else (1, 1)
-        busiest = 0
-        for own in split_sizes(self.seq, ranks):
-            out, away = (ranks - 1) * own, self.seq - own
-            busiest = max(busiest, gathers * out + scatters * away, gathers * away + scatters * out)
-        return busiest * self.hidden
+        return _busiest_rows(self.seq, ranks, gathers, scatters) * self.hidden
 
     def reduced(self, ranks: int) -> MlpShape:
         """A small shape whose rows and features the ranks do not divide."""
@@ -69,7 +74,121 @@ class MlpShape:
 
     def uneven(self, ranks: int) -> str | None:
         """The first of the sharded sizes that the ranks do not divide."""
-        return next((f"--{n} {getattr(self, n)}" for n in ("seq", "ffn") if getattr(self, n) % ranks), None)
+        return _first_uneven(self, ("seq", "ffn"), ranks)
 
 
-SHAPES: dict[str, type[MlpShape]] = {"mlp": MlpShape}
+@dataclass(frozen=True)
+class BlockShape:
+    """A Llama decoder layer: ``batch`` sequences of ``seq`` tokens, grouped-query attention and a gated MLP."""
+
+    seq: int = 2048
+    hidden: int = 1024
+    heads: int = 16
+    kv_heads: int = 4
+    ffn: int = 2816
+    batch: int = 1
+
+    @property
+    def case(self) -> str:
+        """The workload's name."""
+        return "block"
+
+    @property
+    def package(self) -> str | None:
+        """The decoder layer's."""
+        return "transformers"
+
+    def check(self, ranks: int) -> None:
+        """Raises ValueError for sizes below one and for heads that cannot be shared out."""
+        _check_positive(self, asdict(self))
+        heads, kv_heads = f"--heads {self.heads}", f"--kv-heads {self.kv_heads}"
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"--hidden {self.hidden}: a multiple of 2 x {heads} is needed, for rotary positions")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{kv_heads}: a divisor of {heads} is needed")
+        if self.seq % ranks:  # where nothing is moved, nobody knows how many rows the others have
+            raise ValueError(f"--seq {self.seq}: a multiple of --ranks {ranks} is needed")
+        if self.heads % ranks:
+            raise ValueError(f"{heads}: a multiple of --ranks {ranks} is needed")
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            raise ValueError(f"{kv_heads}: a multiple or a divisor of --ranks {ranks} is needed")
+
+    def ideal_elements(self, ranks: int, train: bool) -> int:
+        """What an MLP moves, for the attention and for the MLP.
+
+        Not counted, being small: the gradients of norms, and of key/value heads that ranks share.
+        """
+        gathers, scatters = (6, 4) if train else (2, 2)
+        return _busiest_rows(self.seq, ranks, gathers, scatters) * self.batch * self.hidden
+
+    def reduced(self, ranks: int) -> BlockShape:
+        """A small shape whose rows and features the ranks do not divide; key/value heads are shared out alike."""
+        heads, kv_heads = 2 * ranks, min(ranks, self.kv_heads)
+        return replace(
+            self, seq=10 * ranks + 1, hidden=4 * heads, heads=heads, kv_heads=kv_heads, ffn=6 * ranks + 1, batch=2
+        )
+
+    def uneven(self, ranks: int) -> str | None:
+        """The first of the sharded sizes that the ranks do not divide."""
+        return _first_uneven(self, ("seq", "kv_heads", "ffn"), ranks)
+
+
+@dataclass(frozen=True)
+class ModelShape(BlockShape):
+    """A whole Llama: embedding, ``layers`` decoder layers, norm, and a head over ``vocab`` entries with its loss."""
+
+    layers: int = 2
+    vocab: int = 512
+
+    @property
+    def case(self) -> str:
+        """The workload's name."""
+        return "model"
+
+    def ideal_elements(self, ranks: int, train: bool) -> int:
+        """That of the layers, a scatter behind the embedding and a gather before the head.
+
+        Backward the embedding gathers its gradient; the head gathers its input again and scatters its gradient. What
+        a loss over a sharded vocabulary exchanges, three numbers a token, is not counted either.
+        """
+        gathers, scatters = (6 * self.layers + 3, 4 * self.layers + 2) if train else (2 * self.layers + 1,) * 2
+        return _busiest_rows(self.seq, ranks, gathers, scatters) * self.batch * self.hidden
+
+    def reduced(self, ranks: int) -> ModelShape:
+        """A small shape whose rows, features and vocabulary the ranks do not divide."""
+        return replace(super().reduced(ranks), layers=2, vocab=12 * ranks + 1)  # pyright: ignore[reportReturnType]
+
+    def uneven(self, ranks: int) -> str | None:
+        """The first of the sharded sizes that the ranks do not divide."""
+        return _first_uneven(self, ("seq", "kv_heads", "ffn", "vocab"), ranks)
+
+
+def _option(shape: Any, name: str) -> str:
+    """A size as it was given on the command line."""
+    return f"--{name.replace('_', '-')} {getattr(shape, name)}"
+
+
+def _check_positive(shape: Any, names: Iterable[str]) -> None:
+    for name in names:
+        if getattr(shape, name) < 1:
+            raise ValueError(f"{_option(shape, name)}: at least 1 is needed")
+
+
+def _first_uneven(shape: Any, names: Iterable[str], ranks: int) -> str | None:
+    return next((_option(shape, name) for name in names if getattr(shape, name) % ranks), None)
+
+
+def _busiest_rows(rows: int, ranks: int, gathers: int, scatters: int) -> int:
+    """Rows that the busiest rank sends, or receives, in gathers and scatters of all rows, whichever is more."""
+    busiest = 0
+    for own in split_sizes(rows, ranks):
+        out, away = (ranks - 1) * own, rows - own
+        busiest = max(busiest, gathers * out + scatters * away, gathers * away + scatters * out)
+    return busiest
+
+
+SHAPES: dict[str, type[MlpShape] | type[BlockShape]] = {
+    "mlp": MlpShape,
+    "block": BlockShape,
+    "model": ModelShape,
+}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # what is allowed, for each unit of the largest value in the reference
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -16,8 +18,8 @@ def compare(
     """The largest error of all tensors, and what is wrong in words ("" where nothing is).
 
     Args:
-        found: by name; each name of the reference has to be there.
-        reference: in float64.
+        found: by name; each name of the reference has to be there. Of a DTensor the own shard is compared.
+        reference: in float64; whole where ``found`` has a DTensor.
         tolerance: allowed for each unit of a tensor's largest value, and at least for one.
     """
     worst, complaints = 0.0, []
@@ -26,9 +28,19 @@ def compare(
         if mine is None or mine.shape != right.shape:
             complaints.append(f"{name} is {'missing' if mine is None else list(mine.shape)}, not {list(right.shape)}")
             continue
+        if isinstance(mine, DTensor):
+            mine, right = own_shards(mine, right)
         error = float((mine.detach().double() - right).abs().max()) if right.numel() else 0.0
         allowed = tolerance * max(1.0, float(right.abs().max()) if right.numel() else 0.0)
         worst = max(worst, error) if error == error else error
         if not error <= allowed:  # also where it is not a number
             complaints.append(f"{name} differs by {error:.3g}, allowed is {allowed:.3g}")
     return worst, "; ".join(complaints)
+
+
+def own_shards(sharded: DTensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's shard of a DTensor, and what it has to be by the whole tensor; a sum that is still due is wrong."""
+    sizes, offsets = compute_local_shape_and_global_offset(whole.shape, sharded.device_mesh, sharded.placements)
+    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return sharded.to_local(), whole

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bench.options import DTYPES, MODES, PASSES, PATTERNS, PEERS, Options
-from ..bench.shape import MlpShape, Shape
+from ..bench.shape import BlockShape, MlpShape, ModelShape, Shape
 from ..lab import LabError
 from .common import SETTINGS, Json, LinkRate, Ranks, check_writable, names, one_of, refused, several_of, whole
 
@@ -22,12 +22,18 @@ def _bench() -> None:
 
 
 _Modes = Annotated[str, typer.Option(help=f"{several_of(MODES)} compute and off are always run.")]
-_Peers = Annotated[str, typer.Option(help=f"{several_of(PEERS)} None unless given.")]
+_Peers = Annotated[str, typer.Option(help=f"{several_of(tuple(PEERS))} None unless given.")]
 _Pass = Annotated[str, typer.Option("--pass", help=one_of(PASSES))]
 _DType = Annotated[str, typer.Option(help=one_of(DTYPES))]
 _Repeats = Annotated[int, typer.Option(parser=whole, metavar="N", help="Rounds that are timed.")]
 _Splits = Annotated[str, typer.Option(help="Splits of mode flash: auto, a number, or best (of 1, 2, 4, 8).")]
 _Pattern = Annotated[str, typer.Option(help=f"Of modes flash and auto. {one_of(PATTERNS)}")]
+_Seq = Annotated[int, typer.Option(parser=whole, metavar="N", help="Tokens of a sequence.")]
+_Hidden = Annotated[int, typer.Option(parser=whole, metavar="N", help="Features between the layers.")]
+_Heads = Annotated[int, typer.Option(parser=whole, metavar="N", help="Attention heads.")]
+_KvHeads = Annotated[int, typer.Option(parser=whole, metavar="N", help="Key and value heads.")]
+_Ffn = Annotated[int, typer.Option(parser=whole, metavar="N", help="Hidden features of the MLP.")]
+_Batch = Annotated[int, typer.Option(parser=whole, metavar="N", help="Sequences.")]
 _Trace = Annotated[Path | None, typer.Option(help="File for a trace of one further run of flash, for Perfetto.")]
 
 
@@ -51,6 +57,64 @@ def mlp(
 ) -> None:
     """Measure an MLP under tensor and sequence parallelism."""
     shape = MlpShape(seq, hidden, ffn, gated, "silu" if gated else "gelu")
+    _run(
+        shape, json, trace, ranks=ranks, link=link, modes=names(modes), peers=names(peers), phase=phase,
+        dtype=dtype, repeats=repeats, splits=splits, pattern=pattern,
+    )  # fmt: skip
+
+
+@app.command()
+def block(
+    seq: _Seq = BlockShape.seq,
+    hidden: _Hidden = BlockShape.hidden,
+    heads: _Heads = BlockShape.heads,
+    kv_heads: _KvHeads = BlockShape.kv_heads,
+    ffn: _Ffn = BlockShape.ffn,
+    batch: _Batch = BlockShape.batch,
+    ranks: Ranks = 2,
+    link: LinkRate = "1gbit",
+    modes: _Modes = "off,slice,flash",
+    peers: _Peers = "",
+    phase: _Pass = "forward",
+    dtype: _DType = "float32",
+    repeats: _Repeats = 7,
+    splits: _Splits = "auto",
+    pattern: _Pattern = "direct",
+    json: Json = None,
+    trace: _Trace = None,
+) -> None:
+    """Measure a Llama decoder layer of transformers under tensor and sequence parallelism."""
+    shape = BlockShape(seq, hidden, heads, kv_heads, ffn, batch)
+    _run(
+        shape, json, trace, ranks=ranks, link=link, modes=names(modes), peers=names(peers), phase=phase,
+        dtype=dtype, repeats=repeats, splits=splits, pattern=pattern,
+    )  # fmt: skip
+
+
+@app.command()
+def model(
+    seq: _Seq = ModelShape.seq,
+    hidden: _Hidden = ModelShape.hidden,
+    heads: _Heads = ModelShape.heads,
+    kv_heads: _KvHeads = ModelShape.kv_heads,
+    ffn: _Ffn = ModelShape.ffn,
+    batch: _Batch = ModelShape.batch,
+    layers: Annotated[int, typer.Option(parser=whole, metavar="N", help="Decoder layers.")] = ModelShape.layers,
+    vocab: Annotated[int, typer.Option(parser=whole, metavar="N", help="Vocabulary.")] = ModelShape.vocab,
+    ranks: Ranks = 2,
+    link: LinkRate = "1gbit",
+    modes: _Modes = "off,slice,flash",
+    peers: _Peers = "",
+    phase: _Pass = "forward",
+    dtype: _DType = "float32",
+    repeats: _Repeats = 7,
+    splits: _Splits = "auto",
+    pattern: _Pattern = "direct",
+    json: Json = None,
+    trace: _Trace = None,
+) -> None:
+    """Measure a whole small Llama of transformers, from its tokens to its loss, and back."""
+    shape = ModelShape(seq, hidden, heads, kv_heads, ffn, batch, layers, vocab)
     _run(
         shape, json, trace, ranks=ranks, link=link, modes=names(modes), peers=names(peers), phase=phase,
         dtype=dtype, repeats=repeats, splits=splits, pattern=pattern,

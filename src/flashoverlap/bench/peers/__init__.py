@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+_NEEDS = {
+    "megatron": ("megatron.core", "pip install flashoverlap[peers]"),
+    "hf": ("accelerate", "pip install accelerate, without which transformers loads nothing in parallel"),
+}
+
 
 def missing(peer: str) -> str | None:
     """What to say of a peer that is not installed; None where it is."""
-    if peer != "megatron":
+    if peer not in _NEEDS:
         return None
+    package, advice = _NEEDS[peer]
     try:
-        found = find_spec("megatron.core") is not None
+        found = find_spec(package) is not None
     except ModuleNotFoundError:
         found = False
-    return None if found else "megatron: not installed (pip install flashoverlap[peers])"
+    return None if found else f"{peer}: not installed ({advice})"
