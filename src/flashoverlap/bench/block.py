@@ -13,7 +13,7 @@ from ..torch.parallelize import apply
 from ..torch.plans import layer_plan
 from .case import Case
 from .contestant import Contestant, Ours
-from .llama import config_of, decoder_layer, in_float64, rotary_positions
+from .llama import attention_of, config_of, decoder_layer, in_float64, rotary_positions
 from .shape import BlockShape
 
 
@@ -46,7 +46,7 @@ class Block(Case):
         """The layer, parallelized by its own table; it holds its mode, so each contestant has a copy."""
         mesh, layer = DeviceMesh.from_group(group, "cpu"), copy.deepcopy(self.layer)
         plan = layer_plan(config_of(self.shape))
-        apply(layer, mesh, transport, plan, overlap=overlap)
+        apply(layer, mesh, transport, plan, attention=attention_of(self.shape), overlap=overlap)
         x = self.own(self.x).requires_grad_()
         return Ours(lambda: layer(x, position_embeddings=self.positions), {"x": x, **dict(layer.named_parameters())})
 

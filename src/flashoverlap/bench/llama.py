@@ -29,6 +29,11 @@ def config_of(shape: BlockShape) -> LlamaConfig:
     )
 
 
+def attention_of(shape: BlockShape) -> str | None:
+    """What parallelize is told of attention."""
+    return None if shape.attention == "model" else shape.attention
+
+
 def decoder_layer(shape: BlockShape, dtype: torch.dtype, generator: torch.Generator) -> LlamaDecoderLayer:
     """One decoder layer with all its weights."""
     return _filled(LlamaDecoderLayer(config_of(shape), 0), dtype, generator)

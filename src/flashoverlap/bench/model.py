@@ -12,7 +12,7 @@ from ..overlap import Overlap
 from ..torch.parallelize import apply
 from .case import Case
 from .contestant import Contestant, Ours
-from .llama import causal_lm, in_float64
+from .llama import attention_of, causal_lm, in_float64
 from .shape import ModelShape
 
 
@@ -37,7 +37,7 @@ class Model(Case):
     def contestant(self, group: Any, transport: Any, overlap: Overlap) -> Contestant:
         """The model, parallelized by the automatic table; it holds its mode, so each contestant has a copy."""
         mesh, model = DeviceMesh.from_group(group, "cpu"), copy.deepcopy(self.model)
-        apply(model, mesh, transport, "auto", overlap=overlap)
+        apply(model, mesh, transport, "auto", attention=attention_of(self.shape), overlap=overlap)
         return Ours(lambda: model(input_ids=self.ids, labels=self.ids).loss, dict(model.named_parameters()))
 
     def reference(self, train: bool) -> dict[str, torch.Tensor]:

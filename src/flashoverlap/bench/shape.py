@@ -77,9 +77,15 @@ class MlpShape:
         return _first_uneven(self, ("seq", "ffn"), ranks)
 
 
+ATTENTIONS = ("query_split", "model")
+
+
 @dataclass(frozen=True)
 class BlockShape:
-    """A Llama decoder layer: ``batch`` sequences of ``seq`` tokens, grouped-query attention and a gated MLP."""
+    """A Llama decoder layer: ``batch`` sequences of ``seq`` tokens, grouped-query attention and a gated MLP.
+
+    ``attention`` is one of :data:`ATTENTIONS`: whether the library cuts it by queries or leaves it to the model.
+    """
 
     seq: int = 2048
     hidden: int = 1024
@@ -87,6 +93,7 @@ class BlockShape:
     kv_heads: int = 4
     ffn: int = 2816
     batch: int = 1
+    attention: str = "query_split"
 
     @property
     def case(self) -> str:
@@ -100,7 +107,9 @@ class BlockShape:
 
     def check(self, ranks: int) -> None:
         """Raises ValueError for sizes below one and for heads that cannot be shared out."""
-        _check_positive(self, asdict(self))
+        _check_positive(self, [name for name, size in asdict(self).items() if not isinstance(size, str)])
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"--attention {self.attention}: unknown; known: {', '.join(ATTENTIONS)}")
         heads, kv_heads = f"--heads {self.heads}", f"--kv-heads {self.kv_heads}"
         if self.hidden % (2 * self.heads):
             raise ValueError(f"--hidden {self.hidden}: a multiple of 2 x {heads} is needed, for rotary positions")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bench.options import DTYPES, MODES, PASSES, PATTERNS, PEERS, Options
-from ..bench.shape import BlockShape, MlpShape, ModelShape, Shape
+from ..bench.shape import ATTENTIONS, BlockShape, MlpShape, ModelShape, Shape
 from ..lab import LabError
 from .common import SETTINGS, Json, LinkRate, Ranks, check_writable, names, one_of, refused, several_of, whole
 
@@ -33,6 +33,7 @@ _Hidden = Annotated[int, typer.Option(parser=whole, metavar="N", help="Features 
 _Heads = Annotated[int, typer.Option(parser=whole, metavar="N", help="Attention heads.")]
 _KvHeads = Annotated[int, typer.Option(parser=whole, metavar="N", help="Key and value heads.")]
 _Ffn = Annotated[int, typer.Option(parser=whole, metavar="N", help="Hidden features of the MLP.")]
+_Attention = Annotated[str, typer.Option(help=f"Cut by queries, or left to the model. {one_of(ATTENTIONS)}")]
 _Batch = Annotated[int, typer.Option(parser=whole, metavar="N", help="Sequences.")]
 _Trace = Annotated[Path | None, typer.Option(help="File for a trace of one further run of flash, for Perfetto.")]
 
@@ -71,6 +72,7 @@ def block(
     kv_heads: _KvHeads = BlockShape.kv_heads,
     ffn: _Ffn = BlockShape.ffn,
     batch: _Batch = BlockShape.batch,
+    attention: _Attention = BlockShape.attention,
     ranks: Ranks = 2,
     link: LinkRate = "1gbit",
     modes: _Modes = "off,slice,flash",
@@ -84,7 +86,7 @@ def block(
     trace: _Trace = None,
 ) -> None:
     """Measure a Llama decoder layer of transformers under tensor and sequence parallelism."""
-    shape = BlockShape(seq, hidden, heads, kv_heads, ffn, batch)
+    shape = BlockShape(seq, hidden, heads, kv_heads, ffn, batch, attention)
     _run(
         shape, json, trace, ranks=ranks, link=link, modes=names(modes), peers=names(peers), phase=phase,
         dtype=dtype, repeats=repeats, splits=splits, pattern=pattern,
@@ -99,6 +101,7 @@ def model(
     kv_heads: _KvHeads = ModelShape.kv_heads,
     ffn: _Ffn = ModelShape.ffn,
     batch: _Batch = ModelShape.batch,
+    attention: _Attention = ModelShape.attention,
     layers: Annotated[int, typer.Option(parser=whole, metavar="N", help="Decoder layers.")] = ModelShape.layers,
     vocab: Annotated[int, typer.Option(parser=whole, metavar="N", help="Vocabulary.")] = ModelShape.vocab,
     ranks: Ranks = 2,
@@ -114,7 +117,7 @@ def model(
     trace: _Trace = None,
 ) -> None:
     """Measure a whole small Llama of transformers, from its tokens to its loss, and back."""
-    shape = ModelShape(seq, hidden, heads, kv_heads, ffn, batch, layers, vocab)
+    shape = ModelShape(seq, hidden, heads, kv_heads, ffn, batch, attention, layers, vocab)
     _run(
         shape, json, trace, ranks=ranks, link=link, modes=names(modes), peers=names(peers), phase=phase,
         dtype=dtype, repeats=repeats, splits=splits, pattern=pattern,
