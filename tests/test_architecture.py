@@ -22,7 +22,7 @@ LEVELS = {
     2: "plan __init__",
     3: "torch",  # transports, execution, pieces: all of torch/ that is not named below
     4: "torch/functional torch/attention",
-    5: "torch/modules torch/data_parallel torch/parallelize torch/__init__",
+    5: "torch/modules torch/plans torch/parallelize torch/data_parallel torch/__init__ train/checkpoint_folder",
     6: "integrations bench train generate",
     7: "cli __main__",
 }
@@ -34,8 +34,10 @@ PUBLIC = {
         Collective Compute Exchange Kernel Link Machine Overlap Schedule ScheduleError Trace __version__
         all_gather_matmul all_reduce all_to_all build matmul_reduce_scatter mlp simulate verify""",
     "flashoverlap.torch": """
-        Overlap PeerError
-        all_gather_linear all_reduce_grad_linear linear_all_reduce linear_reduce_scatter mlp report""",
+        CausalLM ColumnParallel FusedMLP Overlap ParallelAttention PeerError Replicated RowParallel SequenceParallel
+        ShardedInput VocabParallelEmbedding VocabParallelHead all_gather all_gather_linear all_reduce
+        all_reduce_grad_linear attention_reduce_scatter linear_all_reduce linear_reduce_scatter mlp parallelize reduce_scatter report split
+        sum_gradient vocab_parallel_cross_entropy""",
 }
 
 

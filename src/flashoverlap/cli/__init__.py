@@ -12,10 +12,14 @@ import typer
 
 from . import bench
 from .common import HELP, SETTINGS, OneLineErrors
+from .generate import generate
 from .lab import lab
+from .train import train
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, context_settings=HELP, **SETTINGS)
 app.add_typer(bench.app, name="bench")
+app.command()(train)
+app.command()(generate)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 
 

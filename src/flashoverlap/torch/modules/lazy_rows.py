@@ -25,6 +25,8 @@ LOOKS = {
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "is_sparse")
 } | {_Tensor.size, _Tensor.dim, _Tensor.numel, _Tensor.is_floating_point, _Tensor.__len__, _Tensor.get_device}
 
+_ALL = (slice(None), slice(0, None))
+
 
 class LazyRows(torch.Tensor):
     """All rows ``[..., M, K]`` by their looks.
@@ -75,12 +77,17 @@ class LazyRows(torch.Tensor):
 
 
 def _keeps_shape(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether this is a view or reshape into the shape that the tensor has."""
-    if func not in (_Tensor.view, _Tensor.reshape) or not isinstance(args[0], LazyRows):
+    """Whether this is a view, a reshape or a slice that leaves everything where it is."""
+    if not args or not isinstance(args[0], LazyRows):
+        return False
+    if func is _Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(each is Ellipsis or (isinstance(each, slice) and each in _ALL) for each in index)
+    if func not in (_Tensor.view, _Tensor.reshape) or isinstance(args[1], torch.dtype):
         return False
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty(args[0].shape, device="meta")
-        return like.view(*args[1:]).shape == like.shape if not isinstance(args[1], torch.dtype) else False
+        return like.view(*args[1:]).shape == like.shape
 
 
 def own_rows(x: Any) -> Any:

@@ -1,0 +1,1 @@
+../src/flashoverlap/train/program.py
