@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 
 from flashoverlap.cli import app
 from flashoverlap.generate.decode import Chooser
-from flashoverlap.generate.folder import MODEL_TYPES, read_folder
+from flashoverlap.generate.folder import read_folder
 from flashoverlap.generate.load import build, fill
 from flashoverlap.generate.options import Sampling
 from flashoverlap.generate.text import ByteVocabulary, TextStream, encode_prompt, vocabulary_of
 from flashoverlap.generate.weights import Weights, match
 from flashoverlap.lab import Lab
-from flashoverlap.torch.plans import TABLES
 
 PROMPT = "Grüße, 世界! "
 TOKENS = 24
@@ -158,10 +157,6 @@ def test_the_last_checkpoint_of_a_training_run_is_meant(tmp_path):
         (folder / ".metadata").touch()
     assert read_folder(tmp_path).path == folder
     assert read_folder(folder).path == folder
-
-
-def test_the_models_are_those_that_parallelize_knows():
-    assert set(MODEL_TYPES) == set(TABLES)
 
 
 # --- text

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
+from flashoverlap.checkpoint_folder import KEPT, CheckpointFolder
 from flashoverlap.cli import app
 from flashoverlap.lab import lab_unavailable
-from flashoverlap.train.checkpoint_folder import KEPT, CheckpointFolder
 from flashoverlap.train.configuration import difference, fields_of, read_configuration
 from flashoverlap.train.flops import flops_per_token
 from flashoverlap.train.learning_rate import learning_rate

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..train.checkpoint_folder import CheckpointFolder
+from ..architectures import MODEL_TYPES
+from ..checkpoint_folder import CheckpointFolder
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2")  # as in torch/plans.py
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 

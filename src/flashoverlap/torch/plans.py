@@ -1,6 +1,7 @@
 """What ``plan="auto"`` knows: a readable table for each architecture of transformers' language models.
 
-To add one: a table here, and its ``model_type`` in TABLES. Names are patterns; ``*`` stands for one part of a name.
+To add one: a table here, its ``model_type`` in architectures.py, and which table it has in TABLES. Names are patterns;
+``*`` stands for one part of a name.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..architectures import MODEL_TYPES
 from .modules import (
     CausalLM,
     FusedMLP,
@@ -56,8 +58,7 @@ _GPT2: Plan = {
 
 # by the model_type of a transformers config: the whole model, and one decoder layer by itself
 TABLES: dict[str, tuple[Plan, Plan]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), (_LLAMA, _LLAMA_LAYER)),
-    "gpt2": (_GPT2, _GPT2_LAYER),
+    kind: (_GPT2, _GPT2_LAYER) if kind == "gpt2" else (_LLAMA, _LLAMA_LAYER) for kind in MODEL_TYPES
 }
 
 

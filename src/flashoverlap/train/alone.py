@@ -24,7 +24,8 @@ def compute_alone(options: Options, ranks: Ranks, text: Text, configuration: Any
     """A run whose operators move nothing. Its losses mean nothing."""
     silent = Silent(ranks.rank, ranks.count)
     silent.staging = _ZeroStaging()
-    model = apply(build(configuration, options, ranks.device), ranks.mesh, silent, overlap=Overlap("off"))
+    how: dict[str, Any] = {"attention": options.queries, "overlap": Overlap("off")}
+    model = apply(build(configuration, options, ranks.device), ranks.mesh, silent, **how)
     return Training(model, torch.optim.AdamW(model.parameters(), **ADAMW), text, options)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from .checkpoint_folder import Checkpoint, CheckpointFolder
+from ..checkpoint_folder import Checkpoint, CheckpointFolder
 from .configuration import fields_of
 from .options import Options
 from .ranks import Ranks

@@ -60,7 +60,8 @@ class Comparison:
         self._options, self._ranks, self._configuration = options, ranks, configuration
 
         def training(overlap: fo.Overlap) -> Training:
-            model = fo.parallelize(build(configuration, options, ranks.device), ranks.mesh, overlap=overlap)
+            how: dict[str, Any] = {"attention": options.queries, "overlap": overlap}
+            model = fo.parallelize(build(configuration, options, ranks.device), ranks.mesh, **how)
             return Training(model, torch.optim.AdamW(model.parameters(), **ADAMW), text, options)
 
         overlaps = {"off": fo.Overlap("off"), "slice": fo.Overlap("slice"), "flash": options.how()}

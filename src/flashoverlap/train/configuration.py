@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..architectures import MODEL_TYPES
 from .text import VOCABULARY
 
 # about 22 million parameters: a step of 2,048 tokens takes two CPU cores some two seconds
@@ -33,12 +34,9 @@ def read_configuration(model: str) -> Any:
     """
     content = dict(SMALL) if model == "small" else _read(Path(model))
     kind = content.pop("model_type", None)
-    from transformers import AutoConfig  # late: they take seconds to load
-
-    from ..torch.plans import TABLES
-
-    if kind not in TABLES:
-        raise ValueError(f"--model {model}: model_type {kind!r} is unknown; known: {', '.join(TABLES)}")
+    if kind not in MODEL_TYPES:
+        raise ValueError(f"--model {model}: model_type {kind!r} is unknown; known: {', '.join(MODEL_TYPES)}")
+    from transformers import AutoConfig  # late: takes seconds to load
 
     try:
         configuration = AutoConfig.for_model(kind, **content)

@@ -17,6 +17,7 @@ import typer
 from ..overlap import MODES, Overlap
 
 DTYPES = ("fp32", "bf16")
+ATTENTIONS = ("query_split", "model")
 SLICES = (2, 4, 8)  # tried by --compare
 _CHECKPOINT_EVERY = 50
 
@@ -64,6 +65,9 @@ class Options:
     overlap: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(MODES)}. flash unless given.", metavar="MODE")
     ] = None
+    attention: Annotated[
+        str, typer.Option(help=f"Cut by queries, or left to the model: one of {', '.join(ATTENTIONS)}.", metavar="HOW")
+    ] = "query_split"
     splits: Annotated[int | None, _count("Splits of flash and auto. The library's rule unless given.")] = None
     slices: Annotated[int | None, _count("Slices of slice. 4 unless given; the best of 2, 4, 8 with --compare.")] = None
     compare: Annotated[
@@ -103,6 +107,8 @@ class Options:
             raise ValueError(f"--clip {self.clip:g}: a number of 0 or more is needed")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype}: unknown; known: {', '.join(DTYPES)}")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"--attention {self.attention}: unknown; known: {', '.join(ATTENTIONS)}")
         if self.overlap is not None and self.overlap not in MODES:
             raise ValueError(f"--overlap {self.overlap}: unknown; known: {', '.join(MODES)}")
         self._check_contradictions()
@@ -126,6 +132,11 @@ class Options:
     def mode(self) -> str:
         """The mode of a plain run."""
         return self.overlap or "flash"
+
+    @property
+    def queries(self) -> str | None:
+        """What parallelize is told of attention."""
+        return None if self.attention == "model" else self.attention
 
     def how(self) -> Overlap:
         """How the operators of a plain run are called.

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_folder import CheckpointFolder
+from ..checkpoint_folder import CheckpointFolder
 from .configuration import check_length, difference, fields_of, read_configuration
 from .options import Options
 from .text import Text

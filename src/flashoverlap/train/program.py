@@ -35,7 +35,7 @@ def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen
     """Trains in one mode."""
     with refusing():  # nothing has been written yet
         model = build(configuration, options, ranks.device)
-        model = fo.parallelize(model, ranks.mesh, overlap=options.how())
+        model = fo.parallelize(model, ranks.mesh, attention=options.queries, overlap=options.how())
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         training = Training(model, optimizer, text, options)
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 _NEEDS = {
     "megatron": ("megatron.core", "pip install flashoverlap[peers]"),
-    "hf": ("accelerate", "pip install accelerate, without which transformers loads nothing in parallel"),
+    "hf": ("accelerate", "pip install flashoverlap[peers]"),
 }
 
 
