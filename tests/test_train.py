@@ -95,7 +95,7 @@ def test_meaningless_options_are_refused_with_their_value(options, told):
 
 def test_options_survive_the_command_line():
     options = Options(
-        7, "m.json", Path("a b"), Path("o"), True, "slice", None, 3, False, 2, 64, 3, 5e-4, 0, 0.5, "bf16", True, 4, -0,
+        7, "m.json", Path("a b"), Path("o"), True, "slice", "model", None, 3, False, 2, 64, 3, 5e-4, 0, 0.5, "bf16", True, 4, -0,
         Path("j"), Path("t"), "/dev/tty9",
     )  # fmt: skip
     import typer

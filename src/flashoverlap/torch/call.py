@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._compile import _disable_dynamo  # torch.compiler.disable loads the compiler, a second, and this one does not
 
 from ..choice import Choice, choose
 from ..overlap import Overlap
@@ -25,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def eager(function: F) -> F:
     """Keeps torch.compile out of an operator: its graph breaks there. Type checkers keep the signature."""
-    return cast(F, _disable_dynamo(function))
+    return cast(F, torch.compiler.disable(function))
 
 
 # What fo.report() shows; the records of a process are one table by nature.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 _aten = torch.ops.aten
 
@@ -127,8 +128,6 @@ class Recomputed(Attend):
     """torch's scaled_dot_product_attention for whatever comes; backward computes the rows again."""
 
     def _attend(self, batch: int, start: int, stop: int) -> tuple[torch.Tensor, list[Any]]:
-        from torch.nn.attention.bias import causal_lower_right  # late: loads the compiler, which takes a second
-
         q, k, v, mask, causal, scale = self.heads
         end = stop if causal else k.shape[2]
         leaves = [q[batch : batch + 1, :, start:stop], k[batch : batch + 1, :, :end], v[batch : batch + 1, :, :end]]
