@@ -106,6 +106,9 @@ def refused_plan(model, mesh, plan, *words, **settings):
 
 def case_plans_that_cannot_work(mesh):
     stack, n = Stack(), mesh.size()
+    refused(lambda: fo.parallelize(stack, mesh.get_group(), {}), "DeviceMesh", "ProcessGroup")
+    if n == 4:
+        refused(lambda: fo.parallelize(stack, init_device_mesh("cpu", (2, 2)), {}), "2 dimensions")
     good = {f"layers.*.{name}": style for name, style in BLOCK.items()}
     refused_plan(stack, mesh, good | {"layers.*.downn": fo.RowParallel()}, "layers.*.downn", "nearest")
     refused_plan(stack, mesh, good | {"blocks.*.up": fo.RowParallel()}, "blocks.*.up")

@@ -80,7 +80,9 @@ def apply(
     overlap: Overlap = Overlap(),
 ) -> nn.Module:
     """:func:`parallelize`, with what operators are called on given by itself: a process group or a transport."""
-    transport = transport_of(mesh, _OP)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{_OP}: mesh must be a DeviceMesh, as init_device_mesh makes, not {type(mesh).__name__}")
+    transport = transport_of(mesh, _OP, torch.empty(0, device=mesh.device_type))
     with refusing(transport):
         if not isinstance(sequence_parallel, bool):
             raise TypeError(f"{_OP}: sequence_parallel must be True or False, not {sequence_parallel!r}")
