@@ -4,6 +4,7 @@ import copy
 import pickle
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -301,11 +302,11 @@ def case_dropout_of_parts_differs_and_of_replicas_does_not(mesh):
             for other in masks[1:]:
                 assert torch.equal(masks[0], other) is not sequence_parallel
     x = torch.ones(8, 16, requires_grad=True)
-    model = fo.parallelize(Dropping(), mesh, BLOCK)
-    out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    dropping = fo.parallelize(nn.ModuleDict({"drop": nn.Dropout(0.5), **dict(Block().named_children())}), mesh, BLOCK)
+    out = torch.utils.checkpoint.checkpoint(lambda x: dropping["drop"](x * 1.0).pow(2), x, use_reentrant=False)
     kept = out.detach().clone()
-    out.sum().backward()  # a different mask would have another graph and other saved tensors
-    assert bool(((kept == 0) | (kept == 2)).all())
+    out.sum().backward()
+    assert torch.equal(x.grad, 2 * kept)  # of masks of zeros and twos; another mask would give other zeros
 
 
 def case_dropout_in_attention(mesh):
@@ -380,8 +381,8 @@ def case_fsdp2_on_another_axis(mesh):
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dense = made(llama)
     model = fo.parallelize(copy.deepcopy(dense), both["tp"])
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=both["dp"])
+    for part in (*model.model.layers, model.model.norm, model.model.embed_tokens, model.lm_head):
+        fully_shard(part, mesh=both["dp"])
     fully_shard(model, mesh=both["dp"])
     each = both["dp"].get_local_rank()
     parts = [tokens(seed=seed) for seed in range(2)]
@@ -409,3 +410,104 @@ def case_the_report_names_modules(mesh):
     assert ("model.layers.1.mlp", "mlp backward") in sites
     assert ("lm_head", "all_gather_linear backward") in sites
     assert not any(op == "all_gather" for _, op in sites)  # nobody has read rows that are gathered piece by piece
+
+
+# --- tensors whose values are elsewhere -------------------------------------------------------------------------------
+
+
+class Reading(nn.Module):
+    """Attention whose code reads the hidden states itself, and a head that wants all rows."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("norm", "last"):
+            setattr(self, name, nn.LayerNorm(24))
+        self.attention = Attending()
+        self.score = nn.Linear(24, 3)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return self.score(self.last(x))
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("q", "k", "v", "o"):
+            setattr(self, name, nn.Linear(24, 24))
+
+    def forward(self, h):
+        q, k, v = (m(input=h).unflatten(-1, (-1, 2)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.o(out * h.mean(-1, keepdim=True))
+
+
+READING = {
+    "norm": fo.SequenceParallel(),
+    "attention": fo.ParallelAttention("q", "k", "v", "o", heads=12),
+    "last": fo.SequenceParallel(looks_full=True),
+    "score": fo.Replicated(),
+}
+
+
+def case_whoever_reads_rows_gets_all_of_them(mesh):
+    for settings in ({}, {"attention": "query_split"}, {"sequence_parallel": False}):
+        dense = Reading().double()
+        model = fo.parallelize(copy.deepcopy(dense), mesh, READING, **settings)
+        x = torch.randn(2, 9, 24, dtype=torch.float64)
+        whole = x.clone().requires_grad_()
+        here = (rows(x, mesh) if settings.get("sequence_parallel", True) else x).clone().requires_grad_()
+        want, found = dense(whole), model(here)
+        close(found, want, f"{settings}", 1e-10)
+        seed = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+        want.backward(seed)
+        found.backward(seed)
+        part = rows(whole.grad, mesh) if settings.get("sequence_parallel", True) else whole.grad
+        close(here.grad, part, f"{settings} gradient of the input", 1e-10)
+        for (name, parameter), other in zip(model.named_parameters(), dense.parameters(), strict=True):
+            close(full(parameter.grad), other.grad, f"{settings} {name}", 1e-10)
+
+
+def case_rows_elsewhere_are_not_written_to(mesh):
+    norm = fo.parallelize(nn.ModuleDict({"n": nn.LayerNorm(4)}), mesh, {"n": fo.SequenceParallel(looks_full=True)})["n"]
+    own = rows(torch.ones(9, 4), mesh)
+    for write in (lambda h: h.mul_(3), lambda h: h.__setitem__(0, 0.0), lambda h: torch.add(h, 1, out=h)):
+        refused(lambda write=write: write(norm(own)), "would write")
+    assert "LazyRows([9, 4]" in repr(norm(own))
+
+
+def case_parameters_tied_to_what_the_plan_leaves_out(mesh):
+    model = nn.ModuleDict({"e": nn.Embedding(12, 4), "h": nn.Linear(4, 12, bias=False), "s": nn.PReLU()})
+    model["h"].weight = model["e"].weight
+    plan = {"e": fo.VocabParallelEmbedding(), "s": fo.SequenceParallel()}
+    refused_plan(model, mesh, plan, "h.weight", "tied to", "e.weight")
+    model["h"].scale = nn.Parameter(torch.tensor(2.0))
+    refused_plan(model, mesh, plan, "h.weight", "tied to")
+    scaled = nn.ModuleDict({"a": nn.Module()})
+    scaled["a"].scale = nn.Parameter(torch.tensor(2.0))
+    fo.parallelize(scaled, mesh, {"a": fo.Replicated()})
+
+
+def case_ranks_with_different_styles_are_told(mesh):
+    if mesh.size() > 1:
+        style = fo.SequenceParallel() if mesh.get_local_rank() else fo.Replicated()
+        refused_plan(Block(), mesh, BLOCK | {"norm": style}, "disagree")
+
+
+def case_compiled_models(mesh):
+    if mesh.size() != 2:
+        return
+    model = fo.parallelize(made(llama, dtype=torch.float32), mesh)
+    ids, labels = tokens()
+    want = model(input_ids=ids, labels=labels).loss
+    found = torch.compile(model, backend="eager")(input_ids=ids, labels=labels).loss
+    close(found, want, "loss", 1e-5)
+
+
+def case_attention_that_is_not_cut_is_told(mesh):
+    ids, _ = tokens()
+    model = fo.parallelize(made(lambda: llama(attn_implementation="eager")), mesh, attention="query_split")
+    with pytest.warns(UserWarning, match="does not call"):
+        model(input_ids=ids)
+    taken = fo.parallelize(Reading().double(), mesh, READING, attention="query_split", overlap=fo.Overlap(strict=True))
+    taken(rows(torch.randn(2, 9, 24, dtype=torch.float64), mesh))

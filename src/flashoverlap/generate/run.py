@@ -50,7 +50,7 @@ def prepare(options: Options) -> Prepared:
         ValueError: something is missing or does not fit; the message says what.
     """
     if find_spec("transformers") is None:
-        raise ValueError("transformers is not installed, and models are built by it: pip install transformers")
+        raise ValueError("transformers is not installed, and models are built by it: pip install 'flashoverlap[hf]'")
     folder = read_folder(Path(options.checkpoint))
     vocabulary = vocabulary_of(folder.path, folder.vocab_size)
     prompt = encode_prompt(vocabulary, options.prompt, folder.vocab_size)

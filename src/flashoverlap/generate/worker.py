@@ -87,7 +87,10 @@ def _run(task: Task, control: Any) -> Generated:
         forward(model, task.prompt[:1], 0, None)  # connects the ranks, so that prefill is not charged for it
     dist.barrier(group=control)
     show = _print_token if dist.get_rank() == 0 else lambda token: None
-    made = together(control, lambda: generate(model, task.prompt, task.tokens, task.sampling, task.end_tokens, show))
+    try:
+        made = generate(model, task.prompt, task.tokens, task.sampling, task.end_tokens, show)
+    except ValueError as error:  # of the logits, which are the same on every rank
+        raise RefusedError(str(error)) from None
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (made.tokens, made.prefill_s, made.decode_s), group=control)
     if any(tokens != made.tokens for tokens, _, _ in everyone):

@@ -102,7 +102,11 @@ def apply(
         )
         matched = match(model, plan)
         placements = _look(model, matched, parallel)
-    told = [f"{n} {p.dtype} {list(p.shape)} {placements.get(n)}" for n, p in _all_parameters(model).items()]
+    told = [
+        f"{n} {p.dtype} {list(p.shape)} {p.requires_grad} {placements.get(n)}"
+        for n, p in _all_parameters(model).items()
+    ]
+    told += [f"{name} {style.words()}" for name, style in matched.values()]
     digest = hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
     settings = f"{sequence_parallel=}, {attention=}, {overlap}"
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -191,13 +195,28 @@ def _look(model: nn.Module, matched: Mapping[nn.Module, tuple[str, Style]], para
             if elsewhere != placement:
                 raise ValueError(f"{_OP}: {full!r} ({placement}) is tied to {other!r} ({elsewhere})")
             found[full] = placement
-    left = [name for name, parameter in names.items() if name not in found and parameter not in shared]
+    left = _left(model, found, names)
+    tied = next((name for name in left if names[name] in shared), None)
+    if tied:
+        other = shared[names[tied]][0]
+        raise ValueError(f"{_OP}: {tied!r} is tied to {other!r}, and the plan says nothing of its module")
     if left:
         raise ValueError(
             f"{_OP}: the plan says nothing of {', '.join(left[:6])}{' ...' if len(left) > 6 else ''}; give their "
             "modules SequenceParallel() where they work on own rows, Replicated() where they see the same on every rank"
         )
     return found
+
+
+def _left(model: nn.Module, found: Mapping[str, Any], names: Mapping[str, nn.Parameter]) -> list[str]:
+    """Parameters that no style takes care of; a module that has two names is taken care of under both."""
+
+    def place(name: str) -> tuple[nn.Module, str]:
+        owner, _, last = name.rpartition(".")
+        return model.get_submodule(owner), last
+
+    taken = set(map(place, found))
+    return [name for name in names if place(name) not in taken]
 
 
 def _all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -210,7 +229,7 @@ def _digests(model: nn.Module) -> bytes:
     digest = hashlib.blake2b(digest_size=32)
     for parameter in model.parameters():
         if not parameter.is_meta:
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest().ljust(CARD_BYTES, b"\0")
 
 

@@ -20,7 +20,7 @@ from .step import Training
 # what a checkpoint says of the run that wrote it: with other values a run goes on, but not as it would have
 _SETTINGS = (
     "seed", "data", "batch", "seq", "accumulate", "steps", "lr", "warmup", "clip", "dtype", "overlap", "splits",
-    "slices",
+    "slices", "attention", "activation_checkpointing",
 )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore  # pyright: ignore[reportMissingModuleSource]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .stopwatch import Stopwatch
@@ -58,7 +57,8 @@ def joined() -> Iterator[Ranks]:
     if "RANK" in os.environ:
         dist.init_process_group()
     else:
-        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
         yield Ranks(mesh, dist.new_group(backend="gloo"), device)

@@ -135,15 +135,15 @@ class _AttentionReduceScatter(torch.autograd.Function):
             call.run(flow, choice, rows.rows, {"p": columns * q.itemsize}, scattered.tensor, kernels)
             if choice.pattern == "collective":
                 scattered.collected()
-        ctx.call, ctx.owned, ctx.causal, ctx.scale, ctx.mask = call, owned, causal, scale, mask
-        ctx.save_for_backward(q, k, v, weight, out, *(heads.saved if keep else ()))
+        ctx.call, ctx.owned, ctx.causal, ctx.scale = call, owned, causal, scale
+        ctx.save_for_backward(q, k, v, weight, out, mask, *(heads.saved if keep else ()))
         return z
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
-        q, k, v, weight, out, *saved = ctx.saved_tensors
+        q, k, v, weight, out, mask, *saved = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[7:]
         needs_heads = any(ctx.needs_input_grad[4:7])
         batch, _, queries, _ = q.shape
@@ -153,7 +153,7 @@ class _AttentionReduceScatter(torch.autograd.Function):
         rows = call.layout(choice, batch, ctx.owned, 1)
         columns = weight.shape[0]
         own = grad_outputs[0].contiguous().view(-1, columns)
-        heads = attend(Heads(q, k, v, ctx.mask, ctx.causal, ctx.scale), tuple(saved))
+        heads = attend(Heads(q, k, v, mask, ctx.causal, ctx.scale), tuple(saved))
         heads.begin_backward()
         dweight = dbias = None
         with call.leased() as lease:

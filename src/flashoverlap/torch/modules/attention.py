@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 from .lazy_attention import PutOff
 from .lazy_rows import LazyRows, own_rows
 from .linear import RowParallel, become_column, column_placements, columns, is_transposed
 from .parallel import Parallel, Parallelized, become
-from .random import of_all_ranks, of_this_rank
-from .rows import become_whole
+from .random import of_this_rank
+from .rows import become_whole, same_dropout
 from .style import Style, replicated, submodules
 
 # what attention modules keep of their sizes, beside what this style is told
@@ -32,7 +31,7 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _GROUPS = ("num_key_value_groups", "n_rep")
 
 
-class Heads:
+class HeadShare:
     """Which heads a rank computes.
 
     Args:
@@ -62,9 +61,10 @@ class Heads:
 class Attention(Parallelized):
     """An attention module of which each rank computes some heads."""
 
+    takes_one = False
+
     _columns: Sequence[str]
     _hidden: str
-    _dropout: float
     _told: set[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,18 +72,19 @@ class Attention(Parallelized):
         hidden = args[0] if args else kwargs[self._hidden]
         linears: Any = [self.get_submodule(name) for name in self._columns]
         outputs = columns(hidden, linears)
-        rows = LazyRows(
-            own_rows(hidden), outputs[0].shape[-2], self._parallel, dict(zip(linears, outputs, strict=True))
-        )
+        ready = dict(zip(linears, outputs, strict=True))
+        count = outputs[0].shape[-2]
+        rows: Any = LazyRows(own_rows(hidden), count, self._parallel, ready, True)  # pyright: ignore[reportCallIssue]
         if args:
             args = (rows, *args[1:])
         else:
             kwargs[self._hidden] = rows
         put_off = PutOff() if self._parallel.attention == "query_split" else nullcontext()
-        with of_this_rank(self._parallel, rows.device, self.training and self._dropout > 0), put_off:
+        with of_this_rank(self._parallel, rows.device, self.training and _dropout_of(self) > 0), put_off:
             out = super().forward(*args, **kwargs)
         if isinstance(put_off, PutOff):
-            self._tell(put_off.refusals)
+            unseen = [] if put_off.count else ["the model does not call torch's scaled_dot_product_attention"]
+            self._tell(put_off.refusals or unseen)
         return out
 
     def _tell(self, refusals: Sequence[str]) -> None:
@@ -95,12 +96,6 @@ class Attention(Parallelized):
             if refusal not in self._told:
                 self._told.add(refusal)
                 warnings.warn(text, stacklevel=2)
-
-
-class _SameDropout(Parallelized):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with of_all_ranks(self._parallel, x.device):
-            return super().forward(x)
 
 
 class ParallelAttention(Style):
@@ -164,20 +159,17 @@ class ParallelAttention(Style):
             become_whole(other, parallel, summed=True)
         self._tell_sizes(module, heads)
         if not parallel.sequence_parallel:
-            for child in module.modules():
-                if isinstance(child, nn.Dropout):
-                    become(child, _SameDropout, parallel)
+            same_dropout(module, parallel)
         become(
             module,
             Attention,
             parallel,
             _columns=self.columns,
             _hidden=self.hidden,
-            _dropout=_dropout_of(module),
             _told=set(),
         )
 
-    def _heads(self, module: nn.Module, parallel: Parallel) -> Heads:
+    def _heads(self, module: nn.Module, parallel: Parallel) -> HeadShare:
         config = getattr(module, "config", None)
         query = self.heads or _first(module, _HEADS) or _first(config, _HEADS)
         if query is None:
@@ -188,9 +180,9 @@ class ParallelAttention(Style):
         inputs = weight.shape[0 if is_transposed(out) else 1]
         if inputs % query:
             raise ValueError(f"{self.out} takes {inputs} features, which are not those of {query} heads")
-        return Heads(query, groups, inputs // query, parallel.rank, parallel.world_size)
+        return HeadShare(query, groups, inputs // query, parallel.rank, parallel.world_size)
 
-    def _parts(self, column: str, heads: Heads) -> tuple[tuple[int, ...], list[range | None]]:
+    def _parts(self, column: str, heads: HeadShare) -> tuple[tuple[int, ...], list[range | None]]:
         query, key_value = heads.query * heads.features, heads.key_value * heads.features
         if len(self.columns) == 1:
             return (query, key_value, key_value), [None, heads.key_value_rows, heads.key_value_rows]
@@ -206,7 +198,7 @@ class ParallelAttention(Style):
             raise ValueError(f"this style does not know what the parameters {', '.join(own)} are for")
         return [(n, child) for n, child in module.named_children() if n not in known and list(child.parameters())]
 
-    def _tell_sizes(self, module: nn.Module, heads: Heads) -> None:
+    def _tell_sizes(self, module: nn.Module, heads: HeadShare) -> None:
         """The module's own code is to reckon with the heads that are here."""
         local = {
             **dict.fromkeys(_HEADS, heads.own_query),

@@ -18,6 +18,8 @@ from .vocabulary import own_entries
 class LanguageModel(Parallelized):
     """A model with a vocabulary-parallel head."""
 
+    takes_one = False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output; where it has no loss, the logits are gathered and whole on every rank."""
         for what in ("output_hidden_states", "output_attentions"):

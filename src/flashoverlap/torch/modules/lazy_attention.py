@@ -8,21 +8,22 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from ..functional.attend import Heads
-from .lazy_rows import LOOKS
+from .lazy import Lazy, shape_after
 
 _Tensor = torch.Tensor
 
 
-class LazyAttention(torch.Tensor):
+class LazyAttention(Lazy):
     """The output of an attention by its looks.
 
     Args:
@@ -51,7 +52,8 @@ class LazyAttention(torch.Tensor):
         if self._computed is None:
             q, k, v, mask, causal, scale = self.heads
             grouped = q.shape[1] != k.shape[1]
-            out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+            with computing():
+                out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
             rows = out if self.form == "heads" else out.transpose(1, 2)
             self._computed = rows.flatten(2) if self.form == "flat" else rows
         return self._computed
@@ -59,62 +61,54 @@ class LazyAttention(torch.Tensor):
     def _as(self, form: str) -> LazyAttention:
         return self if form == self.form else LazyAttention(self.heads, form)
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in LOOKS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        form = _new_form(func, args) if isinstance(args[0], LazyAttention) and not kwargs else None
-        if form is not None:
-            return args[0]._as(form)
-        there: Any = tree_map_only(LazyAttention, LazyAttention.all, (tuple(args), dict(kwargs or {})))
-        return func(*there[0], **there[1])
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        raise RuntimeError(f"{func} came upon an attention that is put off without torch having asked for it")
+    def reshaped(self, func: Callable[..., Any], args: Sequence[Any]) -> LazyAttention | None:
+        """The other forms."""
+        if (
+            func in (_Tensor.transpose, torch.transpose)
+            and self.form != "flat"
+            and {args[1] % 4, args[2] % 4} == {1, 2}
+        ):
+            return self._as("rows" if self.form == "heads" else "heads")
+        after = shape_after(func, self.shape, args[1:])
+        if after == self.shape:
+            return self
+        flat = self.form == "rows" and after == (*self.shape[:2], self.shape[2] * self.shape[3])
+        return self._as("flat") if flat else None
 
 
-def _new_form(func: Callable[..., Any], args: Sequence[Any]) -> str | None:
-    """The form that a change of shape leads to, or None where it is another or no such change."""
-    form: str = args[0].form
-    with torch._C.DisableTorchFunctionSubclass():
-        size = args[0].shape
-        if func is _Tensor.contiguous:
-            return form
-        if func in (_Tensor.transpose, torch.transpose) and form != "flat" and {args[1] % 4, args[2] % 4} == {1, 2}:
-            return "rows" if form == "heads" else "heads"
-        if func in (_Tensor.reshape, _Tensor.view, _Tensor.flatten, torch.reshape, torch.flatten):
-            if isinstance(args[1], torch.dtype):
-                return None
-            after = func(torch.empty(size, device="meta"), *args[1:]).shape
-            if after == size:
-                return form
-            return "flat" if form == "rows" and after == (*size[:2], size[2] * size[3]) else None
-    return None
+_computing: ContextVar[bool] = ContextVar("computing", default=False)
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Within, attention is what it is: the library computes what it has put off."""
+    token = _computing.set(True)
+    try:
+        yield
+    finally:
+        _computing.reset(token)
 
 
 class PutOff(TorchFunctionMode):
     """Within, every scaled_dot_product_attention that can be cut by queries is put off.
 
     Attributes:
+        count: how many were.
         refusals: why others were not.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.count = 0
         self.refusals: list[str] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not _computing.get():
             heads, refusal = _heads(*args, **(kwargs or {}))
             if heads is not None:
+                self.count += 1
                 return LazyAttention(heads)
             self.refusals.append(refusal)
         return func(*args, **(kwargs or {}))
@@ -133,12 +127,18 @@ def _heads(
     """An attention that can be cut by queries, or why it cannot."""
     if dropout_p:
         return None, f"dropout of {dropout_p}"
-    if query.dim() != 4 or key.dim() != 4:
-        return None, f"queries {list(query.shape)} that are not [B, H, S, D]"
+    if query.dim() != 4 or key.dim() != 4 or key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0]:
+        sizes = ", ".join(str(list(each.shape)) for each in (query, key, value))
+        return None, f"tensors {sizes} that are not [B, H, S, D] and [B, G, T, D]"
+    if query.shape[1] % key.shape[1]:
+        return None, f"{query.shape[1]} query and {key.shape[1]} key heads"
     if is_causal and query.shape[2] != key.shape[2]:
         return None, f"{query.shape[2]} causal queries of {key.shape[2]} keys"
     if attn_mask is not None and (is_causal or attn_mask.dim() != 4 or attn_mask.requires_grad):
         return None, f"a mask {list(attn_mask.shape)} of its own kind"
+    full = (*query.shape[:3], key.shape[2])
+    if attn_mask is not None and any(have not in (1, want) for have, want in zip(attn_mask.shape, full, strict=True)):
+        return None, f"a mask {list(attn_mask.shape)} for scores {list(full)}"
     if query.shape[1] != key.shape[1] and not enable_gqa:
         return None, f"{query.shape[1]} query and {key.shape[1]} key heads without enable_gqa"
     return Heads(query, key, value, attn_mask, is_causal, scale), ""

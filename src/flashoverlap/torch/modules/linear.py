@@ -23,7 +23,8 @@ from ..functional import (
     linear_all_reduce,
     linear_reduce_scatter,
 )
-from .lazy_attention import LazyAttention
+from .lazy import Lazy
+from .lazy_attention import LazyAttention, computing
 from .lazy_rows import LazyRows, own_rows
 from .parallel import Parallel, Parallelized, become, local, whole
 from .style import Parts, Style, shard
@@ -160,9 +161,10 @@ class Row(Parallelized):
         if isinstance(x, LazyAttention) and x.form == "flat" and self._parallel.sequence_parallel:
             q, k, v, mask, causal, scale = x.heads
             shards = self.shard(), self.replicated_bias()
-            return attention_reduce_scatter(q, k, v, *shards, mask=mask, causal=causal, scale=scale, **call)
+            with computing():
+                return attention_reduce_scatter(q, k, v, *shards, mask=mask, causal=causal, scale=scale, **call)
         operator = linear_reduce_scatter if self._parallel.sequence_parallel else linear_all_reduce
-        return operator(x.all() if isinstance(x, LazyAttention) else x, self.shard(), self.replicated_bias(), **call)
+        return operator(x.all() if isinstance(x, Lazy) else x, self.shard(), self.replicated_bias(), **call)
 
     def shard(self) -> torch.Tensor:
         """The own part of the weight, ``[N, K_r]``."""

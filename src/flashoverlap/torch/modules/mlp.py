@@ -12,7 +12,6 @@ from ..functional import linear_all_reduce, mlp
 from .lazy_rows import own_rows
 from .linear import ColumnParallel, RowParallel, columns
 from .parallel import Parallel, Parallelized, become
-from .random import of_this_rank
 from .style import Style, submodules
 
 _Function = str | Callable[[torch.Tensor], torch.Tensor]
@@ -59,9 +58,7 @@ class Fused(Parallelized):
             out = linear_all_reduce(active, down.shard(), down.replicated_bias(), **parallel.call)
         if self._dropout is None:
             return out
-        dropout = self.get_submodule(self._dropout)
-        with of_this_rank(parallel, out.device, parallel.sequence_parallel and dropout.training):
-            return dropout(out)
+        return self.get_submodule(self._dropout)(out)
 
 
 class FusedMLP(Style):

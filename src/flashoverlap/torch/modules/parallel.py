@@ -7,6 +7,7 @@ a deep copy then works on its own parameters, ``isinstance`` stays true, and hoo
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -64,6 +65,8 @@ class Parallelized(nn.Module):
 
     _parallel: Parallel
     _path: str = ""  # in the model, for the report
+    takes_one = True
+    """Whether the module takes one tensor and nothing else."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = type(self).__new__(type(self))
@@ -79,12 +82,15 @@ class Parallelized(nn.Module):
 
 
 @cache
-def _combined(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+def _combined(mixin: type[Parallelized], base: type[nn.Module]) -> type[nn.Module]:
     space: dict[str, Any] = {"__module__": mixin.__module__, "__doc__": base.__doc__}
     if mixin.forward is not nn.Module.forward:
+        signature = inspect.signature(base.forward)
 
         @wraps(base.forward)  # whose signature others ask for
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not args and mixin.takes_one:  # by the name that the module has for it
+                args, kwargs = signature.bind(self, **kwargs).args[1:], {}
             with placed(self._path):
                 return mixin.forward(self, *args, **kwargs)
 

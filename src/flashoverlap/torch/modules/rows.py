@@ -8,23 +8,39 @@ import torch
 from torch import nn
 
 from ...report import placed
-from ..call import Call
+from ..call import Call, eager
 from ..functional.exchange import split
 from ..transport import transport_of
-from .lazy_rows import LazyRows, own_rows
+from .lazy_rows import LazyRows, all_rows, own_rows
 from .parallel import Parallel, Parallelized, become, replaced, whole
-from .random import of_this_rank
+from .random import of_all_ranks, of_this_rank
 from .style import Style, replicated
 
 
-class Whole(Parallelized):
-    """A module whose parameters are whole on every rank."""
+class LooksFull(Parallelized):
+    """A module that gives own rows, to code that may want them to look like all rows."""
 
-    _summed: bool
     _looks_full: bool
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """After the module's own hooks, which see ordinary tensors ([Note: lazy tensors])."""
+        out = super().__call__(*args, **kwargs)
+        if not self._looks_full:
+            return out
+        with placed(self._path):
+            return LazyRows(out, sum(rows_of_all(out, self._parallel)), self._parallel)
+
+
+class Whole(LooksFull):
+    """A module whose parameters are whole on every rank."""
+
+    takes_one = False
+
+    _summed: bool
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module does, on own rows where rows are here in part."""
+        """What the module does: on own rows where each rank is to see its own, or else on all rows."""
+        rows = own_rows if self._summed else all_rows
         here = {
             (module, name): whole(parameter, self._parallel, self._summed)
             for module in self.modules()
@@ -32,15 +48,10 @@ class Whole(Parallelized):
             if parameter is not None
         }
         with replaced(here):
-            out = super().forward(*map(own_rows, args), **{name: own_rows(arg) for name, arg in kwargs.items()})
-        return lazily_full(out, self._parallel) if self._looks_full else out
+            return super().forward(*map(rows, args), **{name: rows(arg) for name, arg in kwargs.items()})
 
 
-def lazily_full(own: torch.Tensor, parallel: Parallel) -> LazyRows:
-    """Own rows as a tensor that looks like all of them; the ranks tell each other how many they have."""
-    return LazyRows(own, sum(rows_of_all(own, parallel)), parallel)
-
-
+@eager
 def rows_of_all(own: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
     """How many rows each rank holds of ``own [..., M_r, K]``."""
     call = Call("SequenceParallel", transport_of(parallel.group, "SequenceParallel", own), parallel.overlap, own)
@@ -80,15 +91,33 @@ class Replicated(Style):
 
     def apply(self, module: nn.Module, parallel: Parallel) -> None:
         become_whole(module, parallel, summed=False)
+        same_dropout(module, parallel)
+
+
+class SameDropout(Parallelized):
+    """Dropout on what all ranks hold alike: by the mask that they all draw."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Drops features by the ordinary stream of random numbers."""
+        with of_all_ranks(self._parallel, x.device):
+            return super().forward(x)
+
+
+def same_dropout(module: nn.Module, parallel: Parallel) -> None:
+    """Makes every dropout below a module one that is equal on all ranks."""
+    for child in list(module.modules()):
+        if isinstance(child, nn.modules.dropout._DropoutNd) and not isinstance(child, Parallelized):
+            become(child, SameDropout, parallel)
 
 
 class _Split(Parallelized):
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Before the module's own hooks and checkpoints, which then see ordinary tensors of own rows."""
+        x, *rest = args or (kwargs.pop("hidden_states"),)
         with placed(self._path):
             own = x.here if isinstance(x, LazyRows) else split(x, **self._parallel.call)
         with of_this_rank(self._parallel, own.device, _draws(self)):
-            return super().__call__(own, *args, **kwargs)
+            return super().__call__(own, *rest, **kwargs)
 
 
 class ShardedInput(Style):

@@ -48,9 +48,12 @@ class Style(ABC):
     def apply(self, module: nn.Module, parallel: Parallel) -> None:
         """Changes what the module does; its parameters are DTensors by now."""
 
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({given})"
+    def words(self) -> str:
+        """The style in words that are equal on all ranks."""
+        given = (f"{name}={getattr(value, '__name__', repr(value))}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    __repr__ = words
 
 
 def shard(size: int, dim: int, parallel: Parallel, what: str) -> Shard:

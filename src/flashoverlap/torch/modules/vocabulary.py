@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..call import Call
+from ..call import Call, eager
 from ..functional.exchange import all_reduce, reduce_scatter
 from ..transport import refusing, transport_of
-from .lazy_rows import LazyRows
 from .linear import Column, ColumnParallel, columns
-from .parallel import Parallel, Parallelized, become, local, replaced
+from .parallel import Parallel, become, local, replaced
+from .rows import LooksFull
 from .style import Style, shard
 
 
@@ -30,12 +30,11 @@ def own_entries(size: int, parallel: Parallel) -> range:
     return range(first, first + count)
 
 
-class Embedding(Parallelized):
+class Embedding(LooksFull):
     """An embedding of which each rank holds some entries."""
 
     _entries: range
     _size: int
-    _looks_full: bool
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Own rows of the embedded ids (or all rows, without sequence parallelism)."""
@@ -47,10 +46,10 @@ class Embedding(Parallelized):
             partial = super().forward(here).masked_fill(elsewhere[..., None], 0.0)
         if not parallel.sequence_parallel:
             return all_reduce(partial, **parallel.call)
-        own = reduce_scatter(partial, **parallel.call)
-        return LazyRows(own, ids.shape[-1], parallel) if self._looks_full else own
+        return reduce_scatter(partial, **parallel.call)
 
 
+@eager
 def _same_ids(ids: torch.Tensor, size: int, parallel: Parallel) -> None:
     """Refuses ids that are out of range or differ between ranks, on every rank."""
     op = "VocabParallelEmbedding"
@@ -88,7 +87,8 @@ class VocabParallelEmbedding(Style):
         size = module.weight.shape[0]
         entries, padding = own_entries(size, parallel), module.padding_idx
         module.padding_idx = padding - entries.start if padding is not None and padding in entries else None
-        become(module, Embedding, parallel, _entries=entries, _size=size, _looks_full=self.looks_full)
+        looks_full = self.looks_full and parallel.sequence_parallel
+        become(module, Embedding, parallel, _entries=entries, _size=size, _looks_full=looks_full)
 
 
 class Head(Column):
