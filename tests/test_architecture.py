@@ -22,12 +22,12 @@ LEVELS = {
     2: "plan __init__",
     3: "torch",  # transports, execution, pieces: all of torch/ that is not named below
     4: "torch/functional torch/attention",
-    5: "torch/modules torch/plans torch/parallelize torch/data_parallel torch/__init__",
+    5: "torch/modules torch/plans torch/parallelize torch/data_parallel torch/__init__ arguments",
     6: "integrations bench train generate",
     7: "cli __main__",
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names.split()}
-MAY_READ_ENVIRONMENT = ("lab", "bench", "train", "generate", "cli")
+MAY_READ_ENVIRONMENT = ("lab", "bench", "train", "generate", "cli", "arguments")
 
 PUBLIC = {
     "flashoverlap": """
@@ -36,8 +36,8 @@ PUBLIC = {
     "flashoverlap.torch": """
         CausalLM ColumnParallel FusedMLP Overlap ParallelAttention PeerError Replicated RowParallel SequenceParallel
         ShardedInput VocabParallelEmbedding VocabParallelHead all_gather all_gather_linear all_reduce
-        all_reduce_grad_linear attention_reduce_scatter linear_all_reduce linear_reduce_scatter mlp parallelize reduce_scatter report split
-        sum_gradient vocab_parallel_cross_entropy""",
+        all_reduce_grad_linear attention_reduce_scatter full_state_dict linear_all_reduce linear_reduce_scatter mlp
+        parallelize reduce_scatter report split sum_gradient vocab_parallel_cross_entropy""",
 }
 
 

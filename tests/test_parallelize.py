@@ -4,7 +4,9 @@ import pytest
 
 import model_ranks
 
-CASES = [(module, case) for module in ("model_cases", "plan_cases") for case in model_ranks.cases(module)]
+CASES = [
+    (module, case) for module in ("model_cases", "plan_cases", "reading_cases") for case in model_ranks.cases(module)
+]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -333,9 +333,15 @@ def kill_rank_1(process, place, out, step):
         assert time.monotonic() < end_s
         time.sleep(0.002)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    environments = {int(pid): environment_of(pid) for pid in children}
     (pid,) = [pid for pid, environment in environments.items() if b"RANK=1" in environment]
     os.kill(pid, signal.SIGKILL)
+
+
+def environment_of(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may have ended
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
 
 
 def metrics_so_far(place, out):
@@ -429,6 +435,11 @@ def test_another_model_is_not_resumed(place, whole, monkeypatch):
     assert result.exit_code == 2
     assert "of another model: intermediate_size is 48 there and 64 here" in result.output
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+def test_a_sequence_that_the_ranks_do_not_divide(place):
+    done = train(place, "--ranks", 2, "--link", "none", "--steps", 1, "--seq", 31)
+    assert done.exit_code == 0, done.output
 
 
 def test_the_modes_learn_the_same(place):

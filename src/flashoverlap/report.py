@@ -102,6 +102,11 @@ def placed(name: str) -> Iterator[None]:
         _place.reset(token)
 
 
+def place() -> str:
+    """The module that a call belongs to; "" outside of one."""
+    return _place.get()
+
+
 def call_site() -> str:
     """Where a call belongs: the module that makes it, or ``file.py:line`` of the nearest caller outside this package
     and outside torch."""

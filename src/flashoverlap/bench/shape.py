@@ -154,6 +154,12 @@ class ModelShape(BlockShape):
         """The workload's name."""
         return "model"
 
+    def check(self, ranks: int) -> None:
+        """The same, and for a vocabulary that leaves a rank without an entry."""
+        super().check(ranks)
+        if -(-self.vocab // ranks) * (ranks - 1) >= self.vocab > 0 and ranks > 1:
+            raise ValueError(f"--vocab {self.vocab}: too few entries for --ranks {ranks}")
+
     def ideal_elements(self, ranks: int, train: bool) -> int:
         """That of the layers, a scatter behind the embedding and a gather before the head.
 

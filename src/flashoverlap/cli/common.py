@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from ..arguments import whole
 
 
 class OneLineErrors(TyperGroup):
@@ -33,14 +34,6 @@ class OneLineErrors(TyperGroup):
 
 SETTINGS: dict[str, Any] = {"add_completion": False, "no_args_is_help": True, "rich_markup_mode": None}
 HELP = {"help_option_names": ["-h", "--help"]}
-
-
-def whole(text: str | int) -> int:
-    """A whole number, or a usage error that says what was given."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
 Ranks = Annotated[int, typer.Option(parser=whole, metavar="N", help="Number of ranks.")]
@@ -69,13 +62,3 @@ def refused(command: str, error: Exception) -> typer.Exit:
     """Says in one line what was refused; raise what it returns."""
     typer.echo(f"flashoverlap {command}: {error}", err=True)
     return typer.Exit(2)
-
-
-def check_writable(file: Path) -> None:
-    """Raises ValueError for a file that could not be written once all is measured."""
-    if not file.parent.is_dir():
-        raise ValueError(f"{file}: there is no directory {file.parent}")
-    if file.is_dir():
-        raise ValueError(f"{file} is a directory")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{file} cannot be written")

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ..arguments import check_writable, whole
 from ..generate.options import DTYPES, MODES, Options, Sampling
 from ..lab import LabError
-from .common import Json, LinkRate, Ranks, check_writable, one_of, refused, whole
+from .common import Json, LinkRate, Ranks, one_of, refused
 
 _Checkpoint = Annotated[
     str, typer.Option(help="Folder of a model: Hugging Face format with safetensors, or one that train wrote.")

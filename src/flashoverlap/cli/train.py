@@ -40,6 +40,9 @@ def train(ranks: Ranks = 2, link: LinkRate = "1gbit", **chosen: Any) -> None:
             lab.run(command, env=_ENV, stderr=unread, prefix=False)
     except LabError as error:
         raise _failed(error) from None
+    for warning in dict.fromkeys(line.partition("Warning: ")[2] for line in unread.getvalue().splitlines()):
+        if warning:
+            typer.echo(f"flashoverlap train: {warning}", err=True)
 
 
 def _failed(error: LabError) -> typer.Exit:

@@ -57,6 +57,8 @@ def read_folder(path: Path) -> ModelFolder:
         kind = config.get("model_type")
         told = "names no model_type" if kind is None else f"is of model_type {kind!r}"
         raise ValueError(f"{path / 'config.json'} {told}; known: {', '.join(MODEL_TYPES)}")
+    if "quantization_config" in config:
+        raise ValueError(f"{path / 'config.json'} has a quantization_config; quantized weights cannot be read")
     if not is_trained(path):
         weight_files(path)
     generation = path / "generation_config.json"

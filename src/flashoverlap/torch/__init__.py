@@ -28,6 +28,7 @@ from .modules import (
     ShardedInput,
     VocabParallelEmbedding,
     VocabParallelHead,
+    full_state_dict,
 )
 from .parallelize import parallelize
 from .transport import PeerError
@@ -56,6 +57,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_grad_linear",
     "attention_reduce_scatter",
+    "full_state_dict",
     "linear_all_reduce",
     "linear_reduce_scatter",
     "mlp",

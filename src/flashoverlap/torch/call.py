@@ -11,7 +11,7 @@ import torch
 from ..choice import Choice, choose
 from ..overlap import Overlap
 from ..patterns import build, split_sizes
-from ..report import Record, Report, call_site
+from ..report import Record, Report, call_site, place
 from .errors import naming
 from .execute import Kernel, execute
 from .layout import Layout, layout
@@ -46,7 +46,7 @@ class Call:
         self.rank: int = transport.rank
         self.world_size: int = transport.world_size
         self.dtype, self.device = like.dtype, like.device
-        self.site = call_site()
+        self.site, self.place = call_site(), place()
         self.accumulate = torch.promote_types(like.dtype, getattr(torch, overlap.accumulate_dtype))
         self.differentiable = torch.is_grad_enabled()  # within a Function, needs_input_grad does not tell
         self._number = 0  # of the forward among all agreements of the group: what tells two equal calls apart
@@ -60,7 +60,7 @@ class Call:
         if self.world_size == 1:
             return [rows]
         name = f"{self.op} {phase}".strip()
-        settings = f"{self.dtype} {self.overlap}"
+        settings = f"{self.dtype} {self.overlap}" + (f" in {self.place}" if self.place else "")
         settings += f" of call {self._number}" if phase else ""
         with self.entered():
             said = agree(self.transport, f"{name} {settings} {shared}", f"{name}({shown}, {settings})", rows)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend  # pyright: ignore[reportMissingModuleSource]
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..patterns import split_sizes
 from ..trace import Span
 from .errors import PeerError, naming
 from .staging import Staging
@@ -96,8 +97,9 @@ DONE = Done()
 class Silent:
     """A transport that moves nothing: a group of one rank, or the measure of what computation alone costs."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int = 0, world_size: int = 1, rows: int | None = None) -> None:
+        """``rows`` are those of all ranks together, where their shards may be unequal."""
+        self.rank, self.world_size, self._rows = rank, world_size, rows
         self.staging = Staging()
         self.calls = 0
         self.spans: list[Span] | None = None
@@ -105,8 +107,12 @@ class Silent:
         self.busy = threading.Lock()
 
     def exchange_cards(self, card: bytes) -> list[bytes]:
-        """The own card, as if all ranks agreed; rows are those of equal shards."""
-        return [card] * self.world_size
+        """The own card, as if all ranks agreed, with the rows of equal shards, or of those that are known."""
+        ok, digest, own = _CARD.unpack_from(card)
+        sizes = [own] * self.world_size
+        if self._rows is not None and own == split_sizes(self._rows, self.world_size)[self.rank]:
+            sizes = split_sizes(self._rows, self.world_size)
+        return [_CARD.pack(ok, digest, size) + card[_CARD.size :] for size in sizes] if ok else [card] * self.world_size
 
     def refuse(self, card: bytes) -> None:
         """There is nobody to tell."""

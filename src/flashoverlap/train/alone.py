@@ -22,7 +22,7 @@ _STEPS = 3  # that are timed, after one that is not
 
 def compute_alone(options: Options, ranks: Ranks, text: Text, configuration: Any) -> Training:
     """A run whose operators move nothing. Its losses mean nothing."""
-    silent = Silent(ranks.rank, ranks.count)
+    silent = Silent(ranks.rank, ranks.count, options.seq)
     silent.staging = _ZeroStaging()
     how: dict[str, Any] = {"attention": options.queries, "overlap": Overlap("off")}
     model = apply(build(configuration, options, ranks.device), ranks.mesh, silent, **how)

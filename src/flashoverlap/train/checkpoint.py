@@ -54,7 +54,11 @@ class Checkpoints:
                 screen.say(f"{self._options.out} has no checkpoint yet: beginning with step 1")
             return 0
         state = training.state()
-        load(state, checkpoint_id=latest.path, process_group=self._ranks.control)
+        try:
+            load(state, checkpoint_id=latest.path, process_group=self._ranks.control)
+        except Exception as error:  # torch raises what it likes where files are damaged, on all ranks together
+            first = str(error).strip().partition("\n")[0]
+            raise ValueError(f"--resume: {latest.path} cannot be read: {first or type(error).__name__}") from None
         training.load_state(state)
         screen.say(f"resumed from {latest.path}{self._changed(latest)}")
         return latest.step

@@ -14,19 +14,13 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from ..arguments import whole
 from ..overlap import MODES, Overlap
 
 DTYPES = ("fp32", "bf16")
 ATTENTIONS = ("query_split", "model")
 SLICES = (2, 4, 8)  # tried by --compare
 _CHECKPOINT_EVERY = 50
-
-
-def _whole(text: str | int) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
 def _decimal(text: str | float) -> float:
@@ -37,7 +31,7 @@ def _decimal(text: str | float) -> float:
 
 
 def _count(text: str) -> Any:
-    return typer.Option(help=text, metavar="N", parser=_whole)
+    return typer.Option(help=text, metavar="N", parser=whole)
 
 
 def _number(text: str) -> Any:

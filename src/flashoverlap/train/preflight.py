@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..arguments import check_writable
 from ..checkpoint_folder import CheckpointFolder
 from .configuration import check_length, difference, fields_of, read_configuration
 from .options import Options
@@ -24,7 +25,7 @@ def check(options: Options) -> Text:
             raise ValueError(f"{module} is not installed: pip install 'flashoverlap[train]'")
     for file in (options.json, options.trace):
         if file is not None:
-            _check_file(file)
+            check_writable(file, options.out)
     if options.out is not None:
         _check_folder(options.out, options.resume)
     text = Text.read(options.data)
@@ -48,15 +49,6 @@ def check_model(options: Options) -> Any:
     return configuration
 
 
-def _check_file(file: Path) -> None:
-    if not file.parent.is_dir():
-        raise ValueError(f"{file}: there is no directory {file.parent}")
-    if file.is_dir():
-        raise ValueError(f"{file} is a directory")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{file} cannot be written")
-
-
 def _check_folder(out: Path, resume: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: a file is there, a folder is needed")
@@ -65,6 +57,8 @@ def _check_folder(out: Path, resume: bool) -> None:
     if not resume and out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out {out}: the folder is not empty; name another, or go on from it with --resume")
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ValueError(f"--out {out}: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK):
         raise ValueError(f"--out {out}: {existing} cannot be written")
 
@@ -79,6 +73,6 @@ def _check_resume(options: Options, configuration: Any) -> None:
         return  # ended before its first checkpoint: begins anew
     told = difference(fields_of(configuration), latest.model)
     if told is not None:
-        raise ValueError(f"--resume: {latest.path} is of another model: {told}")
+        raise ValueError(f"--resume: {latest.path} is of another model: {told}; give --model as before")
     if latest.step >= options.steps:
         raise ValueError(f"--steps {options.steps}: {latest.path} has done {latest.step} already")

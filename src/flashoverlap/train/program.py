@@ -42,7 +42,8 @@ def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen
     scale = scale_of(options, ranks, configuration)
     alone_s = computation_alone(options, ranks, text, configuration)
     checkpoints = Checkpoints(options, configuration, ranks)
-    first = checkpoints.begin(training, screen)
+    with refusing():
+        first = checkpoints.begin(training, screen)
     result, journal = ModeResult(options.mode), Journal(options, scale, screen, first)
 
     with screen.steps(first, options.steps):

@@ -16,6 +16,7 @@ from .attention import ParallelAttention
 from .causal_lm import CausalLM
 from .linear import ColumnParallel, RowParallel
 from .mlp import FusedMLP
+from .parallel import full_state_dict
 from .rows import Replicated, SequenceParallel, ShardedInput
 from .style import Style
 from .vocabulary import VocabParallelEmbedding, VocabParallelHead
@@ -32,4 +33,5 @@ __all__ = [
     "Style",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "full_state_dict",
 ]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..functional.cross_entropy import vocab_parallel_cross_entropy
-from .parallel import Parallel, Parallelized, become
+from .parallel import Parallel, Parallelized, become, full_state_dict
 from .style import Style
 from .vocabulary import own_entries
 
@@ -19,6 +19,14 @@ class LanguageModel(Parallelized):
     """A model with a vocabulary-parallel head."""
 
     takes_one = False
+    keeps_name = True
+
+    def save_pretrained(self, save_directory: Any, **settings: Any) -> None:
+        """Saves the whole model as transformers does, dense and under its own names; all ranks call, rank 0 writes."""
+        state = full_state_dict(self)
+        if self._parallel.rank == 0:
+            base: Any = super()
+            base.save_pretrained(save_directory, state_dict=state, **settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output; where it has no loss, the logits are gathered and whole on every rank."""

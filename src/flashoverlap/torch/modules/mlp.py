@@ -10,10 +10,11 @@ from torch import nn
 
 from ..functional import linear_all_reduce, mlp
 from .lazy_rows import own_rows
-from .linear import ColumnParallel, RowParallel, columns
+from .linear import ColumnParallel, RowParallel, columns, is_transposed
 from .parallel import Parallel, Parallelized, become
 from .style import Style, submodules
 
+_CLOSE = 0.05  # of half precision; another formula is further away
 _Function = str | Callable[[torch.Tensor], torch.Tensor]
 # activations by their classes' names: torch's and those of transformers
 _ACTIVATIONS = {
@@ -93,7 +94,44 @@ class FusedMLP(Style):
             style = RowParallel() if child == self.down else ColumnParallel()
             found |= {f"{child}.{each}": p for each, p in style.placements(linear, child, parallel).items()}
         submodules(module, [self.dropout])
+        self._check_children(module)
+        self._check_forward(module)
         return found
+
+    def _check_children(self, module: nn.Module) -> None:
+        """Refuses what would be left out: children that are neither named nor the activation."""
+        known = {*self._children, self.dropout}
+        for name, child in module.named_children():
+            drops = any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0 for each in child.modules())
+            if name not in known and (drops or any(True for _ in child.parameters())):
+                raise ValueError(f"{name} ({type(child).__name__}) would be left out; FusedMLP(...) does not name it")
+
+    def _check_forward(self, module: nn.Module) -> None:
+        """Tries the module on two rows: it must be the MLP that takes its place."""
+        up, down, gate = (None if n is None else module.get_submodule(n) for n in (self.up, self.down, self.gate))
+        assert up is not None
+        weight = next(up.parameters())
+        if weight.is_meta:
+            return
+        modes = {each: each.training for each in module.modules()}
+        features = weight.shape[0 if is_transposed(up) else 1]
+        random = torch.Generator(weight.device).manual_seed(1)
+        x = torch.randn(1, 2, features, dtype=weight.dtype, device=weight.device, generator=random)
+        try:
+            with torch.no_grad():
+                found = module.eval()(x)
+                active: Any = _function(self._activation(module))((up if gate is None else gate)(x))
+                wanted = down(active if gate is None else active * up(x))  # pyright: ignore[reportOptionalCall]
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"it cannot be tried on rows of {features} features: {error}") from None
+        finally:
+            for each, training in modes.items():
+                each.training = training
+        allowed = _CLOSE * max(float(wanted.float().abs().max()), 1e-6)
+        if found.shape != wanted.shape or not float((found - wanted).float().abs().max()) <= allowed:
+            inner = f"{self.up}(x)" if gate is None else f"{self.gate}(x)"
+            formula = f"{self.down}(act({inner}){'' if gate is None else f' * {self.up}(x)'})"
+            raise ValueError(f"it does not compute {formula}; give its linears styles of their own")
 
     @property
     def _children(self) -> list[str]:

@@ -65,6 +65,8 @@ class Parallelized(nn.Module):
 
     _parallel: Parallel
     _path: str = ""  # in the model, for the report
+    keeps_name = False
+    """Whether its class has the name of the module's own, which others write into files."""
     takes_one = True
     """Whether the module takes one tensor and nothing else."""
 
@@ -95,7 +97,7 @@ def _combined(mixin: type[Parallelized], base: type[nn.Module]) -> type[nn.Modul
                 return mixin.forward(self, *args, **kwargs)
 
         space["forward"] = forward
-    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), space)
+    return type(base.__name__ if mixin.keeps_name else f"{mixin.__name__}{base.__name__}", (mixin, base), space)
 
 
 def become(module: nn.Module, mixin: type[Parallelized], parallel: Parallel, **state: Any) -> None:
@@ -104,6 +106,31 @@ def become(module: nn.Module, mixin: type[Parallelized], parallel: Parallel, **s
     module._parallel = parallel  # pyright: ignore[reportArgumentType]
     for name, value in state.items():
         object.__setattr__(module, name, value)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of the dense model, whole on every rank: shards gathered, parts of fused weights joined.
+
+    All ranks of the mesh call together. ``copy of the dense model.load_state_dict(...)`` takes it.
+    """
+    found: dict[str, torch.Tensor] = {}
+    state = model.state_dict()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.ParameterList):
+            parts = [_full(state.pop(f"{name}.{index}")) for index in range(len(module))]
+            # parts differ in size along one dimension at most, which is that of a linear's outputs
+            found[name] = torch.cat(parts, parts[0].dim() - 1 if _is_conv1d(model, name) else 0)
+    found |= {name: _full(tensor) for name, tensor in state.items()}
+    return found
+
+
+def _is_conv1d(model: nn.Module, name: str) -> bool:
+    owner: Any = model.get_submodule(name.rpartition(".")[0])
+    return owner._transposed and name.endswith("weight")
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
