@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ATTENTIONS = ("query_split", "model")  # as commands say it; "model" is None to parallelize
 MODES = ("auto", "flash", "slice", "collective", "off")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 

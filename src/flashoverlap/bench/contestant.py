@@ -56,15 +56,12 @@ class _FilledStaging(Staging):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
-        self._filled: set[int] = set()
 
-    def take(self, bytes: int, device: torch.device) -> torch.Tensor:
-        """A buffer, filled where it is new."""
-        buffer = super().take(bytes, device)
-        if buffer.data_ptr() not in self._filled:
-            self._filled.add(buffer.data_ptr())
-            whole = buffer.numel() // self._dtype.itemsize * self._dtype.itemsize
-            buffer[:whole].view(self._dtype).uniform_()  # none negative, since a loss takes logarithms of sums
+    def fresh(self, bytes: int, device: torch.device) -> torch.Tensor:
+        """A new buffer, filled."""
+        buffer = super().fresh(bytes, device)
+        whole = buffer.numel() // self._dtype.itemsize * self._dtype.itemsize
+        buffer[:whole].view(self._dtype).uniform_()  # none negative, since a loss takes logarithms of sums
         return buffer
 
 

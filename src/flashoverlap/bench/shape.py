@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from ..overlap import ATTENTIONS
 from ..patterns import split_sizes
 
 
@@ -77,14 +78,11 @@ class MlpShape:
         return _first_uneven(self, ("seq", "ffn"), ranks)
 
 
-ATTENTIONS = ("query_split", "model")
-
-
 @dataclass(frozen=True)
 class BlockShape:
     """A Llama decoder layer: ``batch`` sequences of ``seq`` tokens, grouped-query attention and a gated MLP.
 
-    ``attention`` is one of :data:`ATTENTIONS`: whether the library cuts it by queries or leaves it to the model.
+    ``attention``, of ATTENTIONS in overlap.py: whether the library cuts it by queries or leaves it to the model.
     """
 
     seq: int = 2048

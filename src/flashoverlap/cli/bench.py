@@ -10,8 +10,9 @@ import typer
 
 from ..arguments import check_writable, whole
 from ..bench.options import DTYPES, MODES, PASSES, PATTERNS, PEERS, Options
-from ..bench.shape import ATTENTIONS, BlockShape, MlpShape, ModelShape, Shape
+from ..bench.shape import BlockShape, MlpShape, ModelShape, Shape
 from ..lab import LabError
+from ..overlap import ATTENTIONS
 from .common import SETTINGS, Json, LinkRate, Ranks, names, one_of, refused, several_of
 
 app = typer.Typer(help="Measure a workload in all modes, over links whose bytes take time.", **SETTINGS)

@@ -31,6 +31,10 @@ class Staging:
             if best.numel() <= max(4 * bytes, 1 << 16):
                 self._free = [b for b in self._free if b is not best]
                 return best
+        return self.fresh(bytes, device)
+
+    def fresh(self, bytes: int, device: torch.device) -> torch.Tensor:
+        """A new buffer; its content means nothing."""
         with torch.inference_mode(False):  # an inference tensor could not be written to by a later training step
             return torch.empty(bytes, dtype=torch.uint8, device=device)
 

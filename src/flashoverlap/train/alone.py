@@ -43,8 +43,6 @@ def computation_alone(options: Options, ranks: Ranks, text: Text, configuration:
 class _ZeroStaging(Staging):
     """Staging whose fresh buffers hold zeros, since nothing arrives that would overwrite whatever lay there."""
 
-    def take(self, bytes: int, device: torch.device) -> torch.Tensor:
-        """A buffer, filled where it is new."""
-        known = {buffer.data_ptr() for buffer in self._free}
-        buffer = super().take(bytes, device)
-        return buffer if buffer.data_ptr() in known else buffer.zero_()
+    def fresh(self, bytes: int, device: torch.device) -> torch.Tensor:
+        """A new buffer of zeros."""
+        return super().fresh(bytes, device).zero_()

@@ -20,10 +20,12 @@ def peak_bytes(training: Training, ranks: Ranks, step: int) -> int:
     """The most bytes of tensors live at once, on the rank that needs most (live_bytes.py says which are counted)."""
     transport: Any = transport_of(ranks.mesh, like=next(training.model.parameters()))
     kept, transport.staging = transport.staging, Staging()  # all modes share it, each is to count what it needs itself
-    with LiveBytes(held(training.model, training.optimizer)) as live:
-        training.forward_backward(step)
+    try:
+        with LiveBytes(held(training.model, training.optimizer)) as live:
+            training.forward_backward(step)
+    finally:
+        transport.staging = kept
     training.optimizer.zero_grad()
-    transport.staging = kept
     peak = torch.tensor([live.peak])
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=ranks.control)
     return int(peak)
@@ -35,8 +37,10 @@ def save_trace(training: Training, ranks: Ranks, step: int, path: Path) -> None:
     dist.barrier(group=ranks.control)
     spans: list[Span] = []
     transport.spans = spans
-    training.forward_backward(step)
-    transport.spans = None
+    try:
+        training.forward_backward(step)
+    finally:
+        transport.spans = None
     training.optimizer.zero_grad()
     gathered: list[Any] = [None] * ranks.count
     dist.all_gather_object(gathered, spans, group=ranks.control)

@@ -15,10 +15,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from ..arguments import whole
-from ..overlap import MODES, Overlap
+from ..overlap import ATTENTIONS, MODES, Overlap
 
 DTYPES = ("fp32", "bf16")
-ATTENTIONS = ("query_split", "model")
 SLICES = (2, 4, 8)  # tried by --compare
 _CHECKPOINT_EVERY = 50
 

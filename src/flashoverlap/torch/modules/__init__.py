@@ -2,7 +2,8 @@
 
 parallel     what all modules of a parallelized model share; local tensors of DTensor parameters
 style        what a style is: where its parameters go, and what its modules do from then on
-lazy_rows    a tensor that looks like all rows while only the own ones are here
+lazy         tensors whose values are elsewhere; lazy_rows: all rows, of which only the own ones are here;
+             lazy_attention: attention that is put off until its output projection
 random       random numbers that differ between ranks, or are equal, whatever the seeds
 linear       ColumnParallel, RowParallel
 attention    ParallelAttention

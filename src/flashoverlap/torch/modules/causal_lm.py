@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..functional.cross_entropy import vocab_parallel_cross_entropy
-from .parallel import Parallel, Parallelized, become, full_state_dict
+from ..functional import vocab_parallel_cross_entropy
+from .parallel import Parallel, Parallelized, become, full_state_dict, whole_value
 from .style import Style
 from .vocabulary import own_entries
 
@@ -35,14 +35,10 @@ class LanguageModel(Parallelized):
                 raise ValueError(f"{what}: hidden states and attentions of a parallelized model are sharded, not whole")
         out = super().forward(*args, **kwargs)
         if isinstance(out, tuple):
-            return out if kwargs.get("labels") is not None else tuple(map(_full, out))
+            return out if kwargs.get("labels") is not None else tuple(map(whole_value, out))
         if getattr(out, "loss", None) is None:
-            out.logits = _full(out.logits)
+            out.logits = whole_value(out.logits)
         return out
-
-
-def _full(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def causal_lm_loss(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ...overlap import Overlap
 from ...report import placed
-from ..functional.exchange import sum_gradient
+from ..functional import sum_gradient
 
 
 class Parallel:
@@ -111,16 +111,16 @@ def become(module: nn.Module, mixin: type[Parallelized], parallel: Parallel, **s
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the dense model, whole on every rank: shards gathered, parts of fused weights joined.
 
-    All ranks of the mesh call together. ``copy of the dense model.load_state_dict(...)`` takes it.
+    All ranks of the mesh call together. The ``load_state_dict`` of a dense model takes it.
     """
     found: dict[str, torch.Tensor] = {}
     state = model.state_dict()
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.ParameterList):
-            parts = [_full(state.pop(f"{name}.{index}")) for index in range(len(module))]
+            parts = [whole_value(state.pop(f"{name}.{index}")) for index in range(len(module))]
             # parts differ in size along one dimension at most, which is that of a linear's outputs
             found[name] = torch.cat(parts, parts[0].dim() - 1 if _is_conv1d(model, name) else 0)
-    found |= {name: _full(tensor) for name, tensor in state.items()}
+    found |= {name: whole_value(tensor) for name, tensor in state.items()}
     return found
 
 
@@ -129,7 +129,8 @@ def _is_conv1d(model: nn.Module, name: str) -> bool:
     return owner._transposed and name.endswith("weight")
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
+def whole_value(tensor: Any) -> Any:
+    """All of a DTensor, gathered; anything else as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...report import placed
 from ..call import Call, eager
-from ..functional.exchange import split
+from ..functional import split
 from ..transport import transport_of
 from .lazy_rows import LazyRows, all_rows, own_rows
 from .parallel import Parallel, Parallelized, become, replaced, whole

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..call import Call, eager
-from ..functional.exchange import all_reduce, reduce_scatter
+from ..functional import all_reduce, reduce_scatter
 from ..transport import refusing, transport_of
 from .linear import Column, ColumnParallel, columns
 from .parallel import Parallel, become, local, replaced
