@@ -70,7 +70,7 @@ def test_strict_runs_where_the_mode_asked_for_is_taken(overlap):
 
 def test_strict_is_loud_on_every_rank_where_another_mode_would_be_taken(monkeypatch):
     monkeypatch.setattr(
-        call, "choose", lambda overlap, op, rows: Choice("off", "sliced", 1, "too_small", "the rows are too few")
+        call, "choose", lambda overlap, op, rows, **_: Choice("off", "sliced", 1, "too_small", "the rows are too few")
     )
 
     def main(rank, group):

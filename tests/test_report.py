@@ -27,6 +27,26 @@ def test_calls_of_one_site_add_up():
     assert report[1].site == "train.py:8"
 
 
+def test_predictions_add_up_unless_a_call_had_none():
+    report = Report()
+    for predicted_s in (0.5, 0.25):
+        report.add(record(seconds=1.0, predicted_s=predicted_s, predicted_exposed_s=0.125))
+    assert (report[0].seconds, report[0].predicted_s, report[0].predicted_exposed_s) == (2.0, 0.75, 0.25)
+    assert "750.0" in str(report)
+    report.add(record(seconds=1.0))
+    assert (report[0].seconds, report[0].predicted_s, report[0].predicted_exposed_s) == (3.0, None, None)
+
+
+def test_notes_stand_below_the_table():
+    report = Report()
+    report.add(record())
+    report.note("the wire changed")
+    assert str(report).splitlines()[2:] == ["the wire changed"]
+    assert report.notes == ("the wire changed",)
+    report.clear()
+    assert report.notes == ()
+
+
 def test_another_outcome_at_the_same_site_is_another_record():
     report = Report()
     for change in (

@@ -288,6 +288,8 @@ machines = st.builds(
     ports=st.integers(1, 3),
     contention=st.sampled_from([0.0, 0.5]),
     issue_s=st.sampled_from([0.0, 0.01]),
+    post_s=st.sampled_from([0.0, 0.02]),
+    notice_s=st.sampled_from([0.0, 0.03]),
 )
 
 
@@ -343,7 +345,7 @@ def recurrence(schedule, on):
     posts = [[] for _ in range(n)]  # of each rank: (operation, when posted, index of the receive that it hands on)
     arrivals = [[] for _ in range(n)]
     last = [{} for _ in range(n)]  # buffer -> index of the receive that it comes from
-    left = [[] for _ in range(n)]  # when each send was over
+    left, came = ([[] for _ in range(n)] for _ in range(2))  # when each send, and each receive, left the wire
     moved = True
     while moved:
         moved = False
@@ -351,7 +353,7 @@ def recurrence(schedule, on):
             while at[rank] < len(program):
                 op = program[at[rank]]
                 if isinstance(op, Exchange):
-                    clock[rank] += on.issue_s
+                    clock[rank] += on.issue_s + on.post_s
                     posts[rank].append((op, clock[rank], last[rank].get(op.send)))
                     last[rank][op.recv] = len(posts[rank]) - 1
                 else:
@@ -372,10 +374,12 @@ def recurrence(schedule, on):
                     break
                 if need is not None and need >= len(arrivals[rank]):
                     break
-                start = max([posted, posts[op.to][there][1], *left[rank][-1:], *arrivals[op.to][-1:]])
+                start = max([posted, posts[op.to][there][1], *left[rank][-1:], *came[op.to][-1:]])
                 start = max(start, 0.0 if need is None else arrivals[rank][need])
                 over = start + on.transfer_s(schedule.size(op.send).bytes)
                 left[rank].append(over)
+                came[op.to].append(over)
+                over += on.notice_s
                 arrivals[op.to].append(over)
                 end[rank], end[op.to] = max(end[rank], over), max(end[op.to], over)
                 moved = True

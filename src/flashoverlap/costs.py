@@ -8,24 +8,53 @@ from .machine import Machine
 from .schedule import Collective, Compute, Schedule, ScheduleError
 
 
-def compute_seconds(op: Compute, schedule: Schedule, machine: Machine) -> float:
-    """The kernel on all rows that it reads, and each addition on the rows that it adds."""
-    seconds = machine.kernel(op.kernel).seconds(_rows(op.reads, schedule)) if op.kernel else 0.0
-    added = op.adds if op.kernel else op.adds[1:]  # the first term of a pure sum is what the others are added to
-    return seconds + sum(machine.add.seconds(schedule.size(name).rows) for name in added)
+class ComputeCosts:
+    """Seconds of the computations of one schedule on one machine, each told once."""
+
+    def __init__(self, schedule: Schedule, machine: Machine) -> None:
+        self._schedule, self._machine = schedule, machine
+        self._of_op: dict[Compute, float] = {}
+        self._of_kernel: dict[tuple[str, int], float] = {}
+
+    def seconds(self, op: Compute) -> float:
+        """The kernel on all rows that it reads, and each addition on the rows that it adds."""
+        seconds = self._of_op.get(op)
+        if seconds is None:
+            seconds = self.kernel_seconds(op) if op.kernel else 0.0
+            added = (
+                op.adds if op.kernel else op.adds[1:]
+            )  # the first term of a pure sum is what the others are added to
+            for name in added:
+                seconds += self._machine.add.seconds(self._schedule.size(name).rows)
+            self._of_op[op] = seconds
+        return seconds
+
+    def kernel_seconds(self, op: Compute) -> float:
+        """The kernel alone."""
+        key = (op.kernel, _rows(op.reads, self._schedule))
+        seconds = self._of_kernel.get(key)
+        if seconds is None:
+            seconds = self._of_kernel[key] = self._machine.kernel(op.kernel).seconds(key[1])
+        return seconds
 
 
-def collective_cost(ops: Sequence[Collective], schedule: Schedule, machine: Machine) -> tuple[float, list[int]]:
-    """Seconds of one collective, ``ops[rank]`` being each rank's view of it, and the bytes that each rank moves.
+def collective_cost(
+    ops: Sequence[Collective], ranks: int, schedule: Schedule, machine: Machine
+) -> tuple[float, list[int]]:
+    """Seconds of one collective of ``ranks`` ranks, and the bytes that each of those whose view ``ops`` holds moves.
 
-    The bytes are those of the ideal algorithm; the rank that has most to move sets the time.
+    The bytes are those of the ideal algorithm; the rank that has most to move sets the time. Between nodes what a rank
+    moves crosses the uplink of each node once, as in a ring; in an all-to-all as often as ranks of the node have sent.
     """
     for rank, op in enumerate(ops):
         if op.kind != ops[0].kind:
             raise ScheduleError(f"{ops[0].kind} on rank 0 meets {op.kind} on rank {rank}")
-    moved = [round(_collective_bytes(op, len(ops), schedule)) for op in ops]
-    rounds = (len(ops) - 1) * (2 if ops[0].kind == "all_reduce" else 1)
-    return machine.collective_s(rounds, max(moved)), moved
+    moved = [round(_collective_bytes(op, ranks, schedule)) for op in ops]
+    rounds = (ranks - 1) * (2 if ops[0].kind == "all_reduce" else 1)
+    sharing = 1.0
+    if ops[0].kind == "all_to_all" and len(machine.nodes) > 1:
+        sharing = max(size * (ranks - size) / (ranks - 1) for size in machine.nodes)
+    return machine.collective_s(rounds, max(moved), sharing), moved
 
 
 def _collective_bytes(op: Collective, ranks: int, schedule: Schedule) -> float:

@@ -16,10 +16,12 @@ class Overlap:
     Args:
         mode: "flash" decomposes the collective (arXiv 2604.24013); "slice" is data slicing; "collective" calls the
             backend's own collective and overlaps nothing; "off" moves the ideal bytes point to point and overlaps
-            nothing; "auto" is "flash" with a rule of thumb for ``splits`` (the report says so).
+            nothing; "auto" is what a plan says, where the group's machine is known. Where it is not, a call of a
+            megabyte or more has it measured, or is "flash" with a rule of thumb for ``splits``, and a smaller one is
+            "off". The report says which.
         pattern: "direct" (rotated rounds between all pairs) or "ring" (neighbours only), for "flash" and "auto".
         splits: parts that every piece is cut into, for "flash" and "auto", at most one a row; None leaves it to the
-            rule of thumb.
+            plan, or to the rule of thumb.
         slices: number of slices for "slice"; None means 4.
         strict: raise RuntimeError on every rank, before anything moves, where the mode asked for is not the one taken
             ("auto" leaves the mode open). At present every mode asked for is taken.

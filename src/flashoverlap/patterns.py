@@ -9,7 +9,8 @@ Gather side: the own piece first, while the others fly in; the last piece comput
 pieces of others first, the own piece last, while the last partial flies. An ``mlp`` is both at once: own piece's first
 matmul at the start, its second at the end, and each other piece goes through both before the next one.
 
-Round d of ``direct`` is the permutation r -> r + d (scatter) or r -> r - d (gather). ``ring`` only ever talks to
+Round d of ``direct`` is the permutation r -> r + d (scatter) or r -> r - d (gather); over ``nodes`` that share a wire
+the rounds are those of :mod:`flashoverlap.rounds`. ``ring`` only ever talks to
 neighbours: gathered pieces and partial sums are handed on. ``sliced`` is data slicing: whole gathers and whole scatters
 on slices of all pieces at once, where the first gather and the last scatter hide behind nothing; with one slice nothing
 is overlapped, and the bytes are still the ideal ones (mode ``off``). ``collective`` leaves the movement to the backend.
@@ -22,7 +23,8 @@ from functools import lru_cache, partial
 from itertools import chain, islice
 
 from .flow import Flow, flow_of
-from .schedule import Collective, Compute, Exchange, Op, Schedule, ScheduleError, Size
+from .rounds import partners
+from .schedule import Collective, Compute, Exchange, Op, Programs, Schedule, ScheduleError, Size
 
 PATTERNS = ("direct", "ring", "sliced", "collective")
 
@@ -34,10 +36,19 @@ def split_sizes(total: int, parts: int) -> list[int]:
 
 
 class Pieces:
-    """Names of the pieces of one flow: ``x(2, 1)`` is ``x2.1``, and ``all("x", 2)`` every split of ``x2``."""
+    """Names of the pieces of one flow: split 1 of piece 2 of x is ``x2.1``; and who meets whom in which round."""
 
-    def __init__(self, ranks: int, splits: int) -> None:
-        self.ranks, self.splits = ranks, splits
+    def __init__(self, ranks: int, splits: int, nodes: int = 1) -> None:
+        self.ranks, self.splits, self.nodes = ranks, splits, nodes
+
+    def rounds(self, rank: int) -> list[tuple[int, int]]:
+        """``(other, source)`` of each round: the rank that gets a partial sum of its piece, and the one that gives one.
+        A gathered piece goes the other way, so that the pieces of others arrive in the order in which they leave."""
+        return partners(self.ranks, rank, self.nodes)
+
+    def sources(self, rank: int) -> list[int]:
+        """The ranks that partial sums come from, in order."""
+        return [source for _, source in self.rounds(rank)]
 
     def name(self, letter: str, owner: int, split: int) -> str:
         return f"{letter}{owner}" if self.splits == 1 else f"{letter}{owner}.{split}"
@@ -59,6 +70,7 @@ def build(
     pattern: str = "direct",
     splits: int = 1,
     row_bytes: Mapping[str, int] | None = None,
+    nodes: int = 1,
 ) -> Schedule:
     """Builds the schedule of a flow.
 
@@ -68,26 +80,31 @@ def build(
         pattern: "direct", "ring", "sliced" or "collective".
         splits: parts that every piece is cut into (for "sliced", the number of slices; for "collective", 1).
         row_bytes: bytes of one row by letter of the piece; 1 where it is not given.
+        nodes: spreads the rounds of "direct" and "sliced" over so many nodes, of as many ranks each.
 
     Raises:
-        ScheduleError: no ranks, negative rows, splits below one, an unknown pattern.
+        ScheduleError: no ranks, negative rows, splits below one, an unknown pattern, ranks that nodes do not divide.
         ValueError: an unknown ``op``.
     """
     widths = tuple(sorted((row_bytes or {}).items()))
     small = len(rows) ** 2 * splits <= _MOST_CACHED
-    return (_build if small else _build.__wrapped__)(op, tuple(rows), pattern, splits, widths)
+    return (_build if small else _build.__wrapped__)(op, tuple(rows), pattern, splits, widths, nodes)
 
 
 _MOST_CACHED = 2**14  # exchanges of all ranks, about 10 MB of schedule; a larger one lives as long as its user does
 
 
 @lru_cache(maxsize=256)
-def _build(op: str, rows: tuple[int, ...], pattern: str, splits: int, widths: tuple[tuple[str, int], ...]) -> Schedule:
+def _build(
+    op: str, rows: tuple[int, ...], pattern: str, splits: int, widths: tuple[tuple[str, int], ...], nodes: int
+) -> Schedule:
     flow = flow_of(op)
-    check_arguments(op, rows, pattern, splits)
-    pieces = Pieces(len(rows), splits)
+    n = len(rows)
+    check_arguments(op, rows, pattern, splits, nodes)
+    pieces = Pieces(n, splits, nodes if pattern in ("direct", "sliced") else 1)
+    period = n // pieces.nodes if pieces.nodes > 1 else 1
+    programs = Programs(partial(_PROGRAMS[pattern], flow, pieces), n, period if len(set(rows)) == 1 else n)
     width = dict(widths)
-    programs = tuple(tuple(_PROGRAMS[pattern](flow, pieces, rank)) for rank in range(len(rows)))
     letters = dict.fromkeys((*flow.letters, "z" if flow.reduce else "", flow.extra))
     sizes = [
         (pieces.name(letter, owner, split), Size(part, width.get(letter, width.get("p", 1) if letter == "z" else 1)))
@@ -100,7 +117,7 @@ def _build(op: str, rows: tuple[int, ...], pattern: str, splits: int, widths: tu
     return Schedule(op, programs, tuple(sizes))
 
 
-def check_arguments(op: str, rows: Sequence[int], pattern: str, splits: int) -> None:
+def check_arguments(op: str, rows: Sequence[int], pattern: str, splits: int, nodes: int = 1) -> None:
     """Raises ScheduleError for arguments that no schedule can be built from."""
     if not rows or not all(isinstance(part, int) and part >= 0 for part in rows):
         raise ScheduleError(f"{op} needs rows of zero or more for one rank or more, not {list(rows)}")
@@ -112,6 +129,8 @@ def check_arguments(op: str, rows: Sequence[int], pattern: str, splits: int) -> 
         raise ScheduleError(
             f"pattern 'collective' moves whole pieces; splits={splits} means nothing there (use 'sliced')"
         )
+    if nodes < 1 or len(rows) % nodes:
+        raise ScheduleError(f"{op} on {len(rows)} ranks cannot be spread over {nodes} nodes of equal size")
 
 
 # --- direct -----------------------------------------------------------------------------------------------------------
@@ -121,7 +140,9 @@ def _direct(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
     if flow.reduce == "all_reduce":
         yield from _direct_all_reduce(flow, pieces, rank)
         return
-    n = pieces.ranks
+    if flow.deferred:
+        yield from _deferred("direct", flow, pieces, rank)
+        return
     if flow.gather:
         yield from _direct_gather(flow.letters[0], pieces, rank)
     if flow.extra:
@@ -130,16 +151,14 @@ def _direct(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
     # reduction its last kernel is what hides the flight of the last partials. In between it would hide nothing.
     early = 0 if not flow.gather else len(flow.kernels) - bool(flow.reduce)
     yield from _kernels(flow, pieces, rank, range(early))
-    step = 1  # gathered pieces arrive from r+1, r+2, ...; partials leave in the same order
-    for distance in range(1, n):
-        other, source = (rank + step * distance) % n, (rank - step * distance) % n
+    for other, source in pieces.rounds(rank):  # gathered pieces arrive in this order, and partials leave in it
         for split in range(pieces.splits):
             yield from _kernels(flow, pieces, other, range(len(flow.kernels)), split)
             if flow.reduce:
                 yield Exchange(
                     pieces.name("p", other, split), other, f"{pieces.name('p', rank, split)}@{source}", source
                 )
-    sources = [(rank - distance) % n for distance in range(1, n)]
+    sources = pieces.sources(rank)
     if flow.reduce and not flow.gather:
         yield from _kernels(flow, pieces, rank, range(early, len(flow.kernels) - 1))
     own_first = flow.reduce and flow.extra and not flow.gather
@@ -154,6 +173,12 @@ def _direct(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
             yield from _sum(pieces, rank, split, sources)
     elif flow.reduce:
         yield from _own_last(flow, pieces, rank, sources)
+
+
+def _deferred(pattern: str, flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
+    from .deferred import DEFERRED  # late: it is made of what this module defines
+
+    return DEFERRED[pattern](flow, pieces, rank)
 
 
 def _own_last(flow: Flow, pieces: Pieces, rank: int, sources: Sequence[int]) -> Iterable[Op]:
@@ -198,9 +223,7 @@ def _wgrads(flow: Flow, pieces: Pieces) -> Iterable[Op]:
 
 
 def _direct_gather(letter: str, pieces: Pieces, rank: int, splits: Iterable[int] | None = None) -> Iterable[Op]:
-    n = pieces.ranks
-    for distance in range(1, n):
-        to, source = (rank - distance) % n, (rank + distance) % n
+    for source, to in pieces.rounds(rank):
         for split in range(pieces.splits) if splits is None else splits:
             yield Exchange(pieces.name(letter, rank, split), to, pieces.name(letter, source, split), source)
 
@@ -213,16 +236,14 @@ def _direct_all_reduce(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
 
     With a weight gradient to compute at the end, which hides all gathers, no sum is waited for before it must be.
     """
-    n, last = pieces.ranks, pieces.splits - 1
-    sources = [(rank - distance) % n for distance in range(1, n)]
+    last, sources = pieces.splits - 1, pieces.sources(rank)
 
     def summed(split: int) -> Iterable[Op]:
         yield _own(flow, pieces, rank, split, sources)
         yield from _direct_gather("z", pieces, rank, (split,))
 
     for split in range(pieces.splits):
-        for distance in range(1, n):
-            other, source = (rank + distance) % n, (rank - distance) % n
+        for other, source in pieces.rounds(rank):
             yield from _kernels(flow, pieces, other, range(len(flow.kernels)), split)
             yield Exchange(pieces.name("p", other, split), other, f"{pieces.name('p', rank, split)}@{source}", source)
         if split > 0 and not flow.wgrads:
@@ -245,6 +266,9 @@ def _ring(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
     rank 1 of 3   gather   net [x1>2 x0<0][x0>2 x2<0]                scatter  net          [p0>2 p2@0<0]      [p2>2 p1@0<0]
                            mm  [y1       ][y0       ][y2]                     mm  [p0=mm  ][p2=mm      ][p2+=][z1=mm     ][z1+=]
     """
+    if flow.deferred:
+        yield from _deferred("ring", flow, pieces, rank)
+        return
     n, before, after = pieces.ranks, (rank - 1) % pieces.ranks, (rank + 1) % pieces.ranks
     letters = filter(None, (flow.letters[0] if flow.gather else "", flow.extra))
     gathers = chain.from_iterable(_ring_gather(letter, pieces, rank) for letter in letters)
@@ -301,8 +325,7 @@ def _sliced(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
     rank 1 of 2, 2 slices   net [x1.0>0 x0.0<0][x1.1>0 x0.1<0][p0.0>0 p1.0@0<0]      [p0.1>0 p1.1@0<0]
                             mm                 [y0.0,y1.0=mm ][y0.1,y1.1=mm   ][z1.0 ]                [z1.1]
     """
-    n = pieces.ranks
-    sources = [(rank - distance) % n for distance in range(1, n)]
+    sources = pieces.sources(rank)
     overlaps = pieces.splits > 1
     gathered = (flow.letters[0] if flow.gather else "", flow.extra if overlaps else "")
     for letter in filter(None, gathered):
@@ -311,8 +334,7 @@ def _sliced(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
     for split in range(pieces.splits):
         yield from _slice_kernels(flow, pieces, split)
         if flow.reduce:
-            for distance in range(1, n):
-                other, source = (rank + distance) % n, (rank - distance) % n
+            for other, source in pieces.rounds(rank):
                 yield Exchange(
                     pieces.name("p", other, split), other, f"{pieces.name('p', rank, split)}@{source}", source
                 )

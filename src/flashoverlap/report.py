@@ -16,7 +16,8 @@ class Record:
 
     ``bytes`` are what this rank sent (in mode "collective" the least that it had to), ``blocked_s`` the seconds that
     its program stood waiting for a piece, ``calls`` how often it ran; ``reason`` says in a sentence what the code
-    ``reason_code`` stands for.
+    ``reason_code`` stands for. ``seconds`` are what its schedules took, kernels among them; ``predicted_s`` what plans
+    said of that, and ``predicted_exposed_s`` what they said that communication would add; None where none was planned.
     """
 
     site: str
@@ -29,13 +30,17 @@ class Record:
     calls: int = 0
     bytes: int = 0
     blocked_s: float = 0.0
+    seconds: float = 0.0
+    predicted_s: float | None = None
+    predicted_exposed_s: float | None = None
 
 
 @dataclass
 class Report:
-    """Records by call site; prints as a table."""
+    """Records by call site, and notes of what happened meanwhile; prints as a table."""
 
     _records: dict[tuple[str, ...], Record] = field(default_factory=dict)
+    _notes: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, record: Record) -> None:
@@ -47,11 +52,26 @@ class Report:
                 kept.calls += record.calls
                 kept.bytes += record.bytes
                 kept.blocked_s += record.blocked_s
+                kept.seconds += record.seconds
+                kept.predicted_s = _sum(kept.predicted_s, record.predicted_s)
+                kept.predicted_exposed_s = _sum(kept.predicted_exposed_s, record.predicted_exposed_s)
+
+    def note(self, text: str) -> None:
+        """Notes what happened once, as that calls are planned anew from here on."""
+        with self._lock:
+            self._notes.append(text)
 
     def clear(self) -> None:
-        """Forgets all records."""
+        """Forgets all records and notes."""
         with self._lock:
             self._records.clear()
+            self._notes.clear()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes, in the order of their making."""
+        with self._lock:
+            return tuple(self._notes)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -69,7 +89,7 @@ class Report:
         return self.records[index]
 
     def __str__(self) -> str:
-        head = ("call site", "operator", "asked", "taken", "calls", "MB sent", "blocked ms", "why")
+        head = ("call site", "operator", "asked", "taken", "calls", "MB sent", "ms", "predicted", "blocked ms", "why")
         rows = [
             (
                 r.site,
@@ -78,15 +98,21 @@ class Report:
                 f"{r.mode_taken} {r.detail}".rstrip(),
                 str(r.calls),
                 f"{r.bytes / 1e6:.1f}",
+                f"{r.seconds * 1e3:.1f}",
+                "-" if r.predicted_s is None else f"{r.predicted_s * 1e3:.1f}",
                 f"{r.blocked_s * 1e3:.1f}",
                 f"{r.reason_code}: {r.reason}",
             )
             for r in self.records
         ]
         width = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-        return "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in (head, *rows)
-        )
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in (head, *rows)]
+        return "\n".join([*lines, *self.notes])
+
+
+def _sum(first: float | None, second: float | None) -> float | None:
+    """The sum of what all calls have; None where one has none."""
+    return None if first is None or second is None else first + second
 
 
 _place: ContextVar[str] = ContextVar("place", default="")

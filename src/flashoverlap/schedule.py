@@ -10,10 +10,10 @@ from rank 0. A name means the same thing on every rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -71,6 +71,44 @@ Op = Compute | Exchange | Collective
 Program = tuple[Op, ...]
 
 
+class Programs(Sequence[Program]):
+    """The programs of a pattern, each made when it is first asked for: a rank that runs its own needs no other's.
+
+    Args:
+        make: makes the program of a rank, the same whenever it is asked.
+        ranks: how many there are.
+        period: the program of rank ``r + period`` is that of rank ``r`` with ``period`` added to every rank and to the
+            owner of every piece, modulo ``ranks``, but for the order of a sum; and both pieces have one size. ``ranks``
+            where nothing repeats.
+    """
+
+    def __init__(self, make: Callable[[int], Iterable[Op]], ranks: int, period: int) -> None:
+        self._make, self._ranks, self.period = make, ranks, period
+        self._made: dict[int, Program] = {}
+
+    def __len__(self) -> int:
+        return self._ranks
+
+    @overload
+    def __getitem__(self, index: int) -> Program: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Program, ...]: ...
+    def __getitem__(self, index: int | slice) -> Program | tuple[Program, ...]:
+        rank = range(self._ranks)[index]
+        if isinstance(rank, range):
+            return tuple(self[each] for each in rank)
+        program = self._made.get(rank)
+        if program is None:
+            program = self._made[rank] = tuple(self._make(rank))
+        return program
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, tuple | Programs) and tuple(self) == tuple(other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 class Size(NamedTuple):
     """How large a buffer is: ``rows`` of ``row_bytes`` bytes each."""
 
@@ -96,12 +134,12 @@ class Schedule:
 
     Args:
         op: what the programs compute together; names the specification that :func:`flashoverlap.verify` holds them to.
-        programs: ``programs[rank]`` is that rank's operations in order.
+        programs: ``programs[rank]`` is that rank's operations in order; a tuple, or made when they are asked for.
         sizes: ``(name, size)`` of every buffer; a name with a source (``p2@0``) falls back to the one without.
     """
 
     op: str
-    programs: tuple[Program, ...]
+    programs: Sequence[Program]
     sizes: tuple[tuple[str, Size], ...]
 
     @property
@@ -113,7 +151,7 @@ class Schedule:
         return dict(self.sizes)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"op": self.op, "programs": self.programs, "sizes": self.sizes}
+        return {"op": self.op, "programs": tuple(self.programs), "sizes": self.sizes}
 
     def size(self, name: str) -> Size:
         """The size of buffer ``name``; raises ScheduleError for a name that the schedule does not know."""
@@ -174,9 +212,8 @@ def _line(program: Program) -> str:
 def _marked(schedule: Schedule, rank: int, index: int, around: int = 4) -> str:
     """The programs near the marked place, the marked operation between ``>>`` and ``<<``."""
     lines: list[str] = []
-    for other, program in enumerate(schedule.programs):
-        if schedule.ranks > 8 and other != rank:
-            continue
+    for other in range(schedule.ranks) if schedule.ranks <= 8 else (rank,):
+        program = schedule.programs[other]
         first, last = (
             (max(0, index - around), index + around + 1) if len(program) > 2 * around + 2 else (0, len(program))
         )

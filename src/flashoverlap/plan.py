@@ -1,0 +1,315 @@
+"""Which schedule a call should run: every candidate is replayed on a machine, and the fastest is taken.
+
+The candidates are what the operators can run: the backend's collective, the ideal bytes with nothing overlapped (off),
+data slicing, and the decomposed patterns with every useful number of splits, over nodes in either order of rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from .all_to_all import all_to_all
+from .costs import ComputeCosts
+from .flow import ALL_TO_ALLS, flow_of
+from .machine import Machine
+from .overlap import Overlap
+from .patterns import build, split_sizes
+from .schedule import Compute, Schedule
+from .simulate import simulate
+from .wire_bound import least_wire_seconds
+from .workload import Workload, workload
+
+Sizes = tuple[tuple[str, int | tuple[int, ...]], ...]
+
+_SLICES = (2, 4, 8)
+_SPLITS = (1, 2, 4, 8, 16)
+_FEWEST_ROWS = 8  # in a split: fewer are no matmul any more
+_MOST_PARTS = 512  # pieces times splits: more messages than that never paid
+_WHOLE_ROWS = 64  # rows of a piece from which on pieces may be taken as equal, which is off by one row each
+_WORSE = 0.02  # with as much more than the best before it, no larger number of parts is tried
+_TIE = 0.01  # candidates as close as this are taken as equal, since no prediction is better
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Candidate(NamedTuple):
+    """A schedule that a call can run, and what it is predicted to take on the slowest rank.
+
+    ``mode`` is as in :class:`~flashoverlap.overlap.Overlap`, ``nodes`` the number of nodes that rounds are spread over.
+    """
+
+    mode: str
+    pattern: str
+    splits: int
+    nodes: int = 1
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.mode in ("collective", "off"):
+            return self.mode
+        over = f" over {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.mode} {self.pattern} x{self.splits}{over}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`plan` found for one call.
+
+    Args:
+        op: as it was asked for.
+        flow: of the operator.
+        rows: of each rank's piece, as planned.
+        candidates: the one that is taken, then all others by predicted seconds.
+        compute_s: the kernels of a rank, unsplit, with nothing moved.
+        wire_s: the least that the busiest wire has to carry, at its bandwidth and without latencies.
+        code: "planned", "plain" where nothing overlapped is predicted to be as fast, "only" where one candidate was
+            asked for, or "one_rank".
+        reason: the same as a sentence.
+    """
+
+    op: str
+    flow: str
+    rows: tuple[int, ...]
+    row_bytes: tuple[tuple[str, int], ...]
+    tensors: int
+    candidates: tuple[Candidate, ...]
+    compute_s: float
+    wire_s: float
+    code: str
+    reason: str
+
+    @property
+    def choice(self) -> Candidate:
+        """The candidate that is taken."""
+        return self.candidates[0]
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The best of the others."""
+        return self.candidates[1] if len(self.candidates) > 1 else None
+
+    @property
+    def predicted_s(self) -> float:
+        """Seconds that the call is predicted to take."""
+        return self.choice.seconds
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that communication is predicted to add to the kernels."""
+        return self.predicted_s - self.compute_s
+
+    @property
+    def bound_s(self) -> float:
+        """No schedule takes less: the longer of the kernels and the busiest wire."""
+        return max(self.compute_s, self.wire_s)
+
+    def schedule(self) -> Schedule:
+        """The schedule that is taken."""
+        return _schedule(self.flow, self.rows, self.row_bytes, self.tensors, self.choice)
+
+    def __str__(self) -> str:
+        rows = f"{sum(self.rows)} rows on {len(self.rows)} ranks"
+        lines = [
+            f"{self.op}, {rows}: {self.choice}, {self.predicted_s * 1e3:.3f} ms",
+            f"  {self.reason}",
+            f"  bound {self.bound_s * 1e3:.3f} ms (compute {self.compute_s * 1e3:.3f}, wire {self.wire_s * 1e3:.3f}), "
+            f"exposed {self.exposed_s * 1e3:.3f} ms",
+        ]
+        return "\n".join(lines + [f"  {each.seconds * 1e3:12.3f} ms  {each}" for each in self.candidates])
+
+
+def plan(
+    op: str,
+    shape: Mapping[str, int | Sequence[int]],
+    machine: Machine,
+    *,
+    ranks: int | None = None,
+    dtype: str = "float32",
+    overlap: Overlap = Overlap(),
+) -> Plan:
+    """Plans one call: simulates what it can run on ``machine``, and takes the fastest.
+
+    The same arguments give the same plan, on every rank; it is kept, so that asking again costs microseconds.
+
+    Args:
+        op: an operator ("mlp", "mlp backward", "linear_reduce_scatter", ...) or a flow, with outputs left out
+            ("column_backward-w").
+        shape: "rows" in all, and the sizes of one rank's call (:mod:`flashoverlap.workload` lists them): features, out,
+            hidden, gated, heads, head_dim, keys, causal, tokens; "out" of several weights side by side is a sequence.
+        machine: its kernels go by their names, and where it has none of a name it is made of ``machine.matmul``.
+        ranks: how many; those of the machine's nodes or links unless given.
+        dtype: of the tensors.
+        overlap: what may be taken: anything in mode "auto", else its mode; splits, slices and pattern as it says, where
+            "auto" with pattern "direct" leaves the pattern open.
+
+    Raises:
+        ValueError: an operator, size or dtype that is not known, no ranks, or a machine without what it needs.
+    """
+    count = ranks or sum(machine.nodes) or len(machine.links)
+    sizes = tuple(sorted((name, _frozen(value)) for name, value in shape.items()))
+    return _plan(op, sizes, machine, count, dtype, overlap)
+
+
+def _frozen(value: int | Sequence[int]) -> int | tuple[int, ...]:
+    return value if isinstance(value, int) else tuple(value)
+
+
+@lru_cache(maxsize=1024)
+def _plan(op: str, sizes: Sizes, machine: Machine, ranks: int, dtype: str, overlap: Overlap) -> Plan:
+    shape = dict(sizes)
+    total = shape.get("rows")
+    if not isinstance(total, int) or total < 0:
+        raise ValueError(f"{op}: shape needs 'rows', a whole number of 0 or more, not {total!r}")
+    if ranks < 1:
+        raise ValueError(f"{op}: ranks must be given for a machine that names neither nodes nor links")
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"{op}: dtype must be one of {', '.join(ITEMSIZE)}, not {dtype!r}")
+    machine.check_ranks(ranks)
+    work = workload(op, shape, ranks)
+    rows = _pieces(total, ranks)
+    on = work.on(machine, sum(rows), ITEMSIZE[dtype])
+    return _Planner(op, work, rows, on, dtype, overlap).plan()
+
+
+def _pieces(total: int, ranks: int) -> tuple[int, ...]:
+    """Rows of each piece, taken as equal where that is off by little: ranks are then alike, and quickly simulated."""
+    rows = split_sizes(total, ranks)
+    return tuple(rows) if rows[0] < _WHOLE_ROWS else (rows[0],) * ranks
+
+
+class _Planner:
+    """One call on a machine that has its kernels."""
+
+    def __init__(
+        self, op: str, work: Workload, rows: tuple[int, ...], machine: Machine, dtype: str, overlap: Overlap
+    ) -> None:
+        self.op, self.work, self.rows, self.machine, self.overlap = op, work, rows, machine, overlap
+        itemsize = ITEMSIZE[dtype]
+        accumulated = max(itemsize, ITEMSIZE[overlap.accumulate_dtype])
+        self.row_bytes = {
+            travels: tuple(sorted(work.row_bytes(itemsize, travels).items())) for travels in (itemsize, accumulated)
+        }
+        self.itemsize, self.accumulated = itemsize, accumulated
+
+    def plan(self) -> Plan:
+        """Simulates all candidates and takes the simplest of those that are as fast as the fastest."""
+        compute_s, wire_s = self.bounds()
+        found = [self.simulated(each) for each in _plain(self.overlap, self.rows)]
+        if not found or min(each.seconds for each in found) > max(compute_s, wire_s) * (1 + _TIE):
+            for family in _families(self.overlap, self.rows, self._orders()):
+                found += self.search(family)
+        best = min(each.seconds for each in found)
+        choice = min((each for each in found if each.seconds <= best * (1 + _TIE)), key=_simplicity)
+        others = sorted((each for each in found if each is not choice), key=lambda each: (each.seconds, each))
+        code, reason = _reason(choice, others, len(self.rows))
+        row_bytes = self.row_bytes[self.travels(choice)]
+        flow, tensors = self.work.flow, self.work.tensors
+        return Plan(self.op, flow, self.rows, row_bytes, tensors, (choice, *others), compute_s, wire_s, code, reason)
+
+    def _orders(self) -> list[tuple[str, int]]:
+        """Patterns, and over how many nodes their rounds are spread, that may hide communication."""
+        sizes, pattern = self.machine.nodes, self.overlap.pattern
+        orders = [("direct", 1)] if pattern == "direct" else []
+        blocks = flow_of(self.work.flow).swap is not None
+        if self.machine.uplink is not None and len(set(sizes)) == 1 and 1 < len(sizes) < len(self.rows):
+            orders += [("direct", len(sizes))] if orders and not blocks else []
+        # an all-to-all sends every block once, and round a ring each as far as it has to go
+        if pattern == "ring" or (self.overlap.mode == "auto" and not blocks):
+            orders.append(("ring", 1))
+        return orders
+
+    def travels(self, candidate: Candidate) -> int:
+        """Bytes of a value of a partial sum on the wire: where what is sent is a sum already, that of the sum."""
+        return self.accumulated if candidate.pattern in ("ring", "collective") else self.itemsize
+
+    def schedule(self, candidate: Candidate) -> Schedule:
+        row_bytes = self.row_bytes[self.travels(candidate)]
+        return _schedule(self.work.flow, self.rows, row_bytes, self.work.tensors, candidate)
+
+    def simulated(self, candidate: Candidate) -> Candidate:
+        """The candidate with what the slowest rank takes."""
+        return candidate._replace(seconds=simulate(self.schedule(candidate), self.machine, spans=False).makespan_s)
+
+    def search(self, family: Sequence[Candidate]) -> list[Candidate]:
+        """Candidates of more and more parts, up to the first that is clearly worse than one before it: each part more
+        costs a message and a kernel call, and saves half of what the last one saved."""
+        found: list[Candidate] = []
+        for each in map(self.simulated, family):
+            found.append(each)
+            if each.seconds > (1 + _WORSE) * min(other.seconds for other in found):
+                break
+        return found
+
+    def bounds(self) -> tuple[float, float]:
+        """Seconds of the kernels, unsplit, and of the busiest wire at its bandwidth."""
+        whole = self.schedule(Candidate("collective", "collective", 1))
+        costs = ComputeCosts(whole, self.machine)
+        kernels = (op for op in whole.programs[0] if isinstance(op, Compute) and op.kernel)
+        direct = self.schedule(Candidate("flash", "direct", 1))
+        return sum(map(costs.kernel_seconds, kernels)), least_wire_seconds(direct, self.machine)
+
+
+def _schedule(
+    flow: str, rows: tuple[int, ...], row_bytes: tuple[tuple[str, int], ...], tensors: int, candidate: Candidate
+) -> Schedule:
+    _, pattern, splits, nodes, _ = candidate
+    if flow_of(flow).swap is None:
+        return build(flow, rows, pattern=pattern, splits=splits, row_bytes=dict(row_bytes), nodes=nodes)
+    # where blocks are summed they are the target's rows, else the source's
+    summed = ALL_TO_ALLS[flow.partition("-")[0]].reduce
+    blocks = [rows] * len(rows) if summed else [[own] * len(rows) for own in rows]
+    return all_to_all(blocks, op=flow, pattern=pattern, splits=splits, tensors=tensors, row_bytes=dict(row_bytes))
+
+
+def _plain(overlap: Overlap, rows: Sequence[int]) -> Iterable[Candidate]:
+    """What overlaps nothing and may be taken."""
+    both = overlap.mode == "auto" and len(rows) > 1
+    if both or overlap.mode == "collective":
+        yield Candidate("collective", "collective", 1)
+    if both or overlap.mode == "off":
+        yield Candidate("off", "sliced", 1)
+
+
+def _families(
+    overlap: Overlap, rows: Sequence[int], orders: Iterable[tuple[str, int]]
+) -> Iterable[Sequence[Candidate]]:
+    """What overlaps something and may be taken: sequences that differ in the number of parts alone."""
+    if overlap.mode == "auto" and len(rows) == 1:
+        yield [Candidate("flash", overlap.pattern, 1)]
+        return
+    if overlap.mode in ("slice", "auto"):
+        yield [Candidate("slice", "sliced", slices) for slices in _parts(overlap.slices, _SLICES, rows)]
+    if overlap.mode in ("flash", "auto"):
+        for pattern, nodes in orders:
+            yield [Candidate("flash", pattern, splits, nodes) for splits in _parts(overlap.splits, _SPLITS, rows)]
+
+
+def _simplicity(candidate: Candidate) -> tuple[object, ...]:
+    modes = ("collective", "off", "slice", "flash")
+    return modes.index(candidate.mode), candidate.splits, candidate.pattern, candidate.nodes
+
+
+def _parts(asked: int | None, known: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
+    """How many parts of a piece are worth a try: as many as asked for, if there are rows for them."""
+    if asked is not None:
+        return (min(asked, max(1, *rows)),)
+    most = min(max(rows) // _FEWEST_ROWS, _MOST_PARTS // len(rows))
+    return [parts for parts in known if parts <= max(1, most)]
+
+
+def _reason(choice: Candidate, others: Sequence[Candidate], ranks: int) -> tuple[str, str]:
+    if ranks == 1:
+        return "one_rank", "one rank has nothing to move"
+    took = f"{choice} is predicted to take {choice.seconds * 1e3:.3f} ms"
+    if not others:
+        return "only", f"{took}; nothing else was to be tried"
+    plain = [each for each in others if each.mode in ("off", "collective")]
+    if choice.mode not in ("off", "collective"):
+        rival = (plain or others)[0]
+        return "planned", f"{took}, and {rival} {rival.seconds * 1e3:.3f} ms"
+    rivals = [each for each in others if each not in plain]
+    if not rivals:
+        return "plain", f"{took}, which is all but the least that any schedule takes"
+    return "plain", f"{took}, and {rivals[0]} {rivals[0].seconds * 1e3:.3f} ms"

@@ -1,0 +1,256 @@
+"""What the planner takes, and that it is the fastest of what it could have taken."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashoverlap import Kernel, Link, Machine, Matmul, Overlap, build, plan, simulate, verify
+from flashoverlap.plan import Candidate, Plan
+
+MATMUL = Matmul(60e9, 20e-6, 10e9)
+GIGABIT = Machine(Link(100e-6, 125e6), matmul=MATMUL, issue_s=5e-6, collective_efficiency=0.9)
+LOOPBACK = Machine(Link(50e-6, 2e9), matmul=MATMUL, issue_s=5e-6, collective_efficiency=0.8)
+MLP = {"features": 512, "hidden": 1024, "gated": 1}
+LINEAR = {"features": 512, "out": 512}
+HEADS = {"heads": 4, "head_dim": 64, "keys": 512, "out": 512}
+OPERATORS = {
+    "all_gather_linear": LINEAR,
+    "all_gather_linear backward": LINEAR,
+    "linear_reduce_scatter": LINEAR,
+    "linear_reduce_scatter backward": LINEAR,
+    "linear_all_reduce": LINEAR,
+    "all_reduce_grad_linear backward": LINEAR,
+    "mlp": MLP,
+    "mlp backward": MLP,
+    "attention_reduce_scatter": HEADS,
+    "attention_reduce_scatter backward": HEADS,
+    "linear_all_to_all": {"features": 512, "out": (512, 256, 256)},
+    "linear_all_to_all backward": {"features": 512, "out": (512, 256, 256)},
+    "all_to_all_linear": LINEAR,
+    "all_to_all_linear backward": LINEAR,
+    "attention_all_to_all_linear": HEADS,
+    "attention_all_to_all_linear backward": HEADS,
+    "attention_all_to_all": {"heads": 4, "head_dim": 64, "keys": 512},
+    "attention_all_to_all backward": {"heads": 4, "head_dim": 64, "keys": 512},
+    "grad_reduce_scatter": {"features": 512, "tokens": 2048},
+    "param_all_gather": {"features": 512, "tokens": 2048},
+    "all_gather": {"features": 512},
+    "reduce_scatter": {"features": 512},
+    "all_reduce": {"features": 512},
+}
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 600), (3, 601), (3, 40)])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_operator_is_planned_with_schedules_that_are_right(op, ranks, rows):
+    found = plan(op, {"rows": rows, **OPERATORS[op]}, GIGABIT, ranks=ranks)
+    for candidate in found.candidates:
+        assert verify(replace(found, candidates=(candidate,)).schedule())
+        assert found.bound_s <= candidate.seconds * (1 + 1e-9)
+    assert found.predicted_s <= 1.01 * min(each.seconds for each in found.candidates)
+    assert found.exposed_s == found.predicted_s - found.compute_s
+    assert {"collective", "off"} <= {each.mode for each in found.candidates}
+
+
+machines = st.builds(
+    Machine,
+    st.builds(Link, st.sampled_from([0.0, 1e-4, 2e-3]), st.sampled_from([2e7, 1e8, 1e9])),
+    issue_s=st.sampled_from([0.0, 1e-5]),
+    contention=st.sampled_from([0.0, 0.2]),
+    collective_efficiency=st.sampled_from([0.5, 1.0]),
+    matmul=st.builds(Matmul, st.sampled_from([1e10, 1e11]), st.sampled_from([0.0, 1e-4]), st.just(1e10)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([op for op in OPERATORS if "all_to_all" not in op]),
+    machines,
+    st.integers(2, 6),
+    st.integers(1, 4000),
+)
+def test_no_schedule_that_could_be_taken_is_faster(op, on, ranks, rows):
+    """Beside all patterns and splits, also those that the search has left out."""
+    found = plan(op, {"rows": rows, **OPERATORS[op]}, on, ranks=ranks)
+    planner = replace_machine(found, op, on, ranks)
+    for pattern in ("direct", "ring", "sliced"):
+        for splits in (1, 2, 4, 8, 16):
+            if splits == 1 or splits * 8 <= max(found.rows):
+                schedule = build(
+                    found.flow, found.rows, pattern=pattern, splits=splits, row_bytes=dict(found.row_bytes)
+                )
+                assert found.predicted_s <= 1.02 * simulate(schedule, planner, spans=False).makespan_s
+
+
+def replace_machine(found, op, on, ranks):
+    """The machine with the kernels of the call."""
+    from flashoverlap.workload import workload
+
+    return workload(op, OPERATORS[op], ranks).on(on, sum(found.rows), 4)
+
+
+def test_the_prediction_is_what_the_simulator_says_of_the_schedule():
+    on = Machine(Link(1e-4, 1e6), {"up": Kernel(1e-4, 1e-5), "down": Kernel(0.0, 1e-5)}, add=Kernel(0.0, 1e-8))
+    found = plan("mlp", {"rows": 4000, **MLP}, on, ranks=4)
+    assert simulate(found.schedule(), on).makespan_s == pytest.approx(found.predicted_s)
+    assert found.compute_s == pytest.approx(1e-4 + 2 * 4000e-5)
+    assert found.wire_s == pytest.approx(2 * 3 * 1000 * 512 * 4 / 1e6)
+    assert found.bound_s == found.wire_s
+
+
+# bytedance/flux#90, vllm-project/vllm#29136: overlapped paths that are slower than plain calls at small sizes
+@pytest.mark.parametrize("on", [GIGABIT, LOOPBACK])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("op", ["mlp", "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"])
+def test_a_few_tokens_take_the_plain_path_and_none_is_slower_than_off(op, ranks, on):
+    for rows in (1, 8, 64, 1024, 8192):
+        found = plan(op, {"rows": rows, **OPERATORS[op]}, on, ranks=ranks)
+        off = next(each for each in found.candidates if each.mode == "off")
+        assert found.predicted_s <= off.seconds * 1.01
+        if rows <= 8:
+            assert found.choice.mode in ("off", "collective")
+            assert found.code == "plain"
+
+
+def test_overlap_pays_where_there_is_much_to_compute_and_to_move():
+    found = plan("mlp", {"rows": 8192, **MLP}, GIGABIT, ranks=4)
+    assert (found.choice.mode, found.code) == ("flash", "planned")
+    assert found.runner_up in found.candidates[1:]
+    assert found.predicted_s < 1.05 * found.bound_s
+    assert "flash direct x" in found.reason
+    assert "collective" in found.reason or "off" in found.reason
+    text = str(found)
+    assert text.startswith("mlp, 8192 rows on 4 ranks: flash")
+    assert len(text.splitlines()) == 3 + len(found.candidates)
+
+
+def test_a_wire_that_costs_nothing_is_not_hidden():
+    free = replace(GIGABIT, link=Link(0.0, 1e15), issue_s=0.0, collective_efficiency=1.0)
+    found = plan("mlp", {"rows": 8192, **MLP}, free, ranks=4)
+    assert (found.choice.mode, found.code) == ("collective", "plain")
+    assert {each.mode for each in found.candidates} == {"collective", "off"}  # nothing can be much faster
+    assert "all but the least" in found.reason
+
+
+def test_of_equals_the_simpler_is_taken():
+    on = Machine(Link(0.0, 1e9), {"mm": Kernel(0.0, 1e-6)})
+    found = plan("all_gather_linear", {"rows": 4096, "features": 1, "out": 1}, on, ranks=4)
+    assert found.choice.mode == "collective"
+    slower = replace(on, link=Link(0.0, 4e6))
+    found = plan("all_gather_linear", {"rows": 4096, "features": 1, "out": 1}, slower, ranks=4)
+    assert found.choice[:4] == ("flash", "direct", 1, 1)  # more splits, and the ring, take as long
+
+
+# aliyun/SimAI#22: with a latency a message, more and more chunks do not pay
+def test_the_best_number_of_splits_lies_in_between():
+    on = Machine(Link(1e-4, 1e7), {"mm": Kernel(0.0, 1e-6)})
+    for row_bytes, low, high in ((8, 1, 16), (64, 1, 16)):
+        found = plan("all_gather_linear", {"rows": 65536, "features": row_bytes // 4, "out": 1}, on, ranks=2)
+        assert low < found.choice.splits < high or found.bound_s > 0.99 * found.predicted_s
+    latency = replace(on, link=Link(10.0, 1e7))
+    assert plan("all_gather_linear", {"rows": 65536, "features": 2, "out": 1}, latency, ranks=2).choice.splits == 1
+
+
+@pytest.mark.parametrize(
+    ("overlap", "candidates"),
+    [
+        (Overlap("off"), {("off", "sliced", 1)}),
+        (Overlap("collective"), {("collective", "collective", 1)}),
+        (Overlap("slice", slices=3), {("slice", "sliced", 3)}),
+        (Overlap("flash", splits=5), {("flash", "direct", 5)}),
+        (Overlap("flash", splits=5, pattern="ring"), {("flash", "ring", 5)}),
+    ],
+)
+def test_what_was_asked_for_is_all_that_is_tried(overlap, candidates):
+    found = plan("mlp", {"rows": 4096, **MLP}, GIGABIT, ranks=4, overlap=overlap)
+    assert {each[:3] for each in found.candidates} == candidates
+    assert found.code == "only"
+    assert found.runner_up is None
+
+
+def test_what_is_left_open_is_planned():
+    shape = {"rows": 8192, **MLP}
+    flash = plan("mlp", shape, GIGABIT, ranks=4, overlap=Overlap("flash"))
+    assert {(each.mode, each.pattern) for each in flash.candidates} == {("flash", "direct")}
+    assert len(flash.candidates) > 1
+    ring = plan("mlp", shape, GIGABIT, ranks=4, overlap=Overlap("auto", pattern="ring", splits=3))
+    assert {each[:3] for each in ring.candidates if each.mode == "flash"} == {("flash", "ring", 3)}
+    assert {"off", "slice", "collective", "flash"} == {each.mode for each in ring.candidates}
+    few = plan("mlp", {"rows": 8, **MLP}, GIGABIT, ranks=4, overlap=Overlap("flash", splits=9))
+    assert few.choice.splits == 2  # one a row
+
+
+def test_sums_on_their_way_are_as_wide_as_they_are_added():
+    def bytes_of(pattern):
+        overlap = Overlap("flash", pattern=pattern, splits=1)
+        half = plan(
+            "linear_reduce_scatter", {"rows": 512, **LINEAR}, GIGABIT, ranks=2, dtype="bfloat16", overlap=overlap
+        )
+        return half.schedule().wire_bytes(0)
+
+    assert bytes_of("ring") == 2 * bytes_of("direct") == 256 * 512 * 4
+
+
+def test_rounds_are_spread_over_nodes_where_the_uplink_is_what_holds_them_up():
+    base = Machine(Link(0.0, 64.0), {"mm": Kernel()}, nodes=(8, 8), uplink=Link(0.0, 256.0))
+    blocks = {"rows": 1024, "features": 16, "out": 16}
+    direct = plan("all_gather_linear", blocks, base, overlap=Overlap("flash"))
+    assert direct.choice[:4] == ("flash", "direct", 1, 2)
+    in_order = next(each for each in direct.candidates if each.nodes == 1 and each.splits == 1)
+    assert in_order.seconds == pytest.approx(19 / 16 * direct.predicted_s)
+    assert direct.schedule() == build("all_gather_matmul", [64] * 16, row_bytes=dict(direct.row_bytes), nodes=2)
+    narrow = replace(base, uplink=Link(0.0, 32.0))
+    found = plan("all_gather_linear", blocks, narrow)
+    assert found.choice.mode == "collective"  # as a ring, which takes every piece to a node once
+    slow = plan("all_gather_linear", blocks, replace(narrow, collective_efficiency=0.1))
+    assert slow.choice.pattern == "ring"
+
+
+def test_one_slow_rank_is_planned_for():
+    links = (GIGABIT.link,) * 3 + (Link(100e-6, 12.5e6),)
+    even = plan("mlp", {"rows": 8192, **MLP}, GIGABIT, ranks=4)
+    uneven = plan("mlp", {"rows": 8192, **MLP}, replace(GIGABIT, links=links))
+    assert uneven.wire_s == pytest.approx(10 * even.wire_s)
+    assert uneven.predicted_s > 2 * even.predicted_s
+    assert uneven.choice.splits > even.choice.splits
+
+
+def test_one_rank_has_nothing_to_move():
+    found = plan("mlp", {"rows": 100, **MLP}, GIGABIT, ranks=1)
+    assert (found.code, found.predicted_s) == ("one_rank", found.compute_s + GIGABIT.issue_s * 2)
+    assert found.wire_s == 0.0
+
+
+def test_a_plan_is_kept():
+    shape = {"rows": 512, "features": 8, "out": [8, 8]}
+    first = plan("all_gather_linear", shape, GIGABIT, ranks=2)
+    again = plan("all_gather_linear", {"out": (8, 8), "features": 8, "rows": 512}, replace(GIGABIT), ranks=2)
+    assert first is again
+    assert plan("all_gather_linear", shape, LOOPBACK, ranks=2) is not first
+    assert isinstance(first, Plan)
+    assert isinstance(first.choice, Candidate)
+
+
+def test_no_rows_and_fewer_rows_than_ranks():
+    for rows in (0, 1, 3):
+        assert plan("mlp", {"rows": rows, **MLP}, GIGABIT, ranks=4).predicted_s >= 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": MLP}, "mlp: shape needs 'rows', a whole number of 0 or more, not None"),
+        ({"shape": {"rows": -1, **MLP}}, "not -1"),
+        ({"ranks": None}, "ranks must be given for a machine that names neither nodes nor links"),
+        ({"dtype": "int8"}, "dtype must be one of float64, float32, float16, bfloat16, not 'int8'"),
+        ({"machine": Machine(GIGABIT.link)}, "this machine has no kernel 'up'; known: none"),
+        ({"machine": replace(GIGABIT, nodes=(2, 3))}, "the nodes hold 5 ranks, and there are 2"),
+        ({"op": "pml"}, "unknown operator 'pml'"),
+    ],
+)
+def test_what_is_refused(change, message):
+    arguments = {"op": "mlp", "shape": {"rows": 8, **MLP}, "machine": GIGABIT, "ranks": 2, **change}
+    with pytest.raises(ValueError, match=message):
+        plan(**arguments)
