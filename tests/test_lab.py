@@ -18,6 +18,9 @@ import pytest
 
 import flashoverlap
 from flashoverlap.lab import Lab, LabError, Link, lab_unavailable, run_command
+from flashoverlap.lab.bucket import bucket, packet_bytes
+from flashoverlap.lab.changing import timeline
+from flashoverlap.lab.topology import Topology, node_of
 
 SOURCE = Path(flashoverlap.__file__).parents[1]
 
@@ -61,6 +64,38 @@ wall = time.monotonic() - start
 thread.join()
 peer.close()
 print(json.dumps({"rank": rank, "bytes_per_s": received / wall}))
+"""
+
+# Every rank sends zeros to the rank that argv[1] names for it (-1: to none) for argv[2] seconds, counted from where all
+# are connected. Prints the bytes per second that came in during each tenth of that time.
+FLOWS = """
+import json, os, socket, sys, threading, time
+rank, to, seconds = int(os.environ["RANK"]), json.loads(sys.argv[1]), float(sys.argv[2])
+port = int(os.environ["MASTER_PORT"])
+def connect(to):
+    while True:
+        try:
+            return socket.create_connection((f"10.77.0.{to + 1}", port))
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+server = socket.create_server(("0.0.0.0", port))
+out = None if to[rank] < 0 else connect(to[rank])
+peer = server.accept()[0] if rank in to else None
+def send():
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        out.sendall(bytes(1 << 16))
+    out.close()
+thread = threading.Thread(target=send) if out else None
+start = time.monotonic()
+if thread:
+    thread.start()
+tenths = [0] * 10
+while peer and (chunk := peer.recv(1 << 20)):
+    tenths[min(9, int((time.monotonic() - start) / seconds * 10))] += len(chunk)
+if thread:
+    thread.join()
+print(json.dumps([10 * count / seconds for count in tenths]))
 """
 
 ALL_REDUCE = """
@@ -130,13 +165,99 @@ def test_link_refuses_rates_out_of_range(text):
         Link.parse(text)
 
 
+def test_link_that_changes():
+    link = Link.parse("1gbit, 200mbit@5s,400mbit@7.5s")
+    assert link == Link(125_000_000, ((5.0, 25_000_000), (7.5, 50_000_000)))
+    assert link.rates == (125_000_000, 25_000_000, 50_000_000)
+
+
+@pytest.mark.parametrize(
+    "text", ["1gbit,200mbit", "1gbit@5s", "1gbit,200mbit@5", "1gbit,none@5s", "1gbit,", "none,1gbit@5s"]
+)
+def test_link_refuses_changes_that_mean_nothing(text):
+    with pytest.raises(ValueError, match=r"not understood.*1gbit,200mbit@5s") as error:
+        Link.parse(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["1gbit,200mbit@0s", "1gbit,200mbit@5s,1gbit@5s", "1gbit,200mbit@5s,1gbit@3s"])
+def test_link_refuses_changes_out_of_order(text):
+    with pytest.raises(ValueError, match=f"{text}.*after the one before"):
+        Link.parse(text)
+
+
 @pytest.mark.parametrize("text", ["10kbit", "10mbit", "200mbit", "1gbit", "4gbit", "32gbit"])
 def test_bucket_holds_a_packet_of_the_size_that_the_interface_is_told(text):
     link = Link.parse(text)
     assert link is not None
-    assert 1448 < link.packet_bytes <= 3 * 65536
-    frames = -(-link.packet_bytes // 1448)
-    assert link.packet_bytes + 66 * frames <= link.burst_bytes < link.queue_bytes
+    packet = packet_bytes(link.bytes_per_s)
+    assert 1448 < packet <= 3 * 65536
+    frames = -(-packet // 1448)
+    first, second = bucket(link.bytes_per_s, packet), bucket(link.bytes_per_s, packet, behind_another=True)
+    assert packet + 66 * frames <= first.burst < second.burst < second.limit
+    assert first.rate == link.bytes_per_s
+
+
+# ------------------------------------------------------------------------------------------------------- topology
+
+
+def test_all_packets_of_a_lab_fit_its_slowest_rate():
+    """A connection keeps its packet size, so one for a faster rate would never get through the bucket of a slower."""
+    slow = packet_bytes(12_500_000)
+    for link, uplink in (("1gbit", "100mbit"), ("1gbit,100mbit@5s", "1gbit"), ("1gbit", "1gbit,100mbit@1s,1gbit@2s")):
+        topology = Topology.parse(4, link, 2, uplink)
+        assert topology is not None
+        assert topology.packet_bytes == slow
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "sizes"), [(4, 2, [2, 2]), (5, 2, [3, 2]), (3, 3, [1, 1, 1]), (4, 1, [4])])
+def test_neighbours_share_a_node(ranks, nodes, sizes):
+    expected = [(node, place, size) for node, size in enumerate(sizes) for place in range(size)]
+    assert [node_of(rank, ranks, nodes) for rank in range(ranks)] == expected
+
+
+def test_ports_of_two_nodes():
+    topology = Topology.parse(3, "4gbit", 2, "1gbit")
+    assert topology is not None
+    link, uplink = Link(500_000_000), Link(125_000_000)
+    assert [(port.rank, port.name, port.link) for port in topology.ports()] == [
+        (0, "", link), (None, "p0", link), (1, "", link), (None, "p1", link), (2, "", link), (None, "p2", link),
+        (None, "u0", uplink), (None, "d0", uplink), (None, "u1", uplink), (None, "d1", uplink),
+    ]  # fmt: skip
+    assert Topology.from_json(topology.to_json()) == topology
+    assert timeline(topology) == []
+
+
+def test_changes_come_in_the_order_of_time_at_every_port_of_the_link():
+    topology = Topology.parse(2, "4gbit,1gbit@3s", 2, "1gbit,200mbit@2s,1gbit@4s")
+    assert topology is not None
+    assert Topology.from_json(topology.to_json()) == topology
+    changes = [(c.start_s, c.bytes_per_s, c.port.name) for c in timeline(topology)]
+    links, uplinks = ("", "p0", "", "p1"), ("u0", "d0", "u1", "d1")
+    assert changes == [
+        *[(0.0, 500_000_000, name) for name in links],
+        *[(0.0, 125_000_000, name) for name in uplinks],
+        *[(2.0, 25_000_000, name) for name in uplinks],
+        *[(3.0, 125_000_000, name) for name in links],
+        *[(4.0, 125_000_000, name) for name in uplinks],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, "1gbit", 0, "1gbit"), "ranks 4 can be on 1 to 4 nodes, not 0"),
+        ((4, "1gbit", 5, "1gbit"), "ranks 4 can be on 1 to 4 nodes, not 5"),
+        ((4, "1gbit", 2, None), "nodes 2 need a link and an uplink with a rate, not '1gbit' and None"),
+        ((4, "none", 2, "1gbit"), "nodes 2 need a link and an uplink with a rate, not 'none' and '1gbit'"),
+        ((4, "1gbit", 1, "1gbit"), "uplink '1gbit' goes between nodes, and there is one"),
+        ((4, "1gbit", 2, "fast"), "'fast' is not understood"),
+    ],
+)
+def test_nodes_and_uplinks_that_do_not_go_together(arguments, message):
+    ranks, link, nodes, uplink = arguments
+    with pytest.raises(ValueError, match=message):
+        Lab(ranks, link, nodes=nodes, uplink=uplink)
 
 
 # ------------------------------------------------------------------------------------------------------ arguments
@@ -193,6 +314,14 @@ def test_variables_are_those_of_torchrun(monkeypatch):
         assert env["MINE"] == "kept"
         assert seen["sid"] == seen["pid"]  # A session of its own.
         assert seen["netns"] == os.readlink("/proc/self/ns/net")
+
+
+def test_variables_of_several_nodes():
+    lab = Lab(3, "1gbit", nodes=2, uplink="100mbit")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [" ".join(env[name] for name in names) for env in lab.environments()] == [
+        "0 3 0 2 0 2", "1 3 1 2 0 2", "2 3 0 1 1 2",
+    ]  # fmt: skip
 
 
 def test_env_sets_what_is_the_callers_and_no_more(monkeypatch):
@@ -289,6 +418,40 @@ def test_rate_holds_in_each_direction_and_both_at_once(namespaces, senders):
             assert 0.5 * rate <= rank["bytes_per_s"] <= 1.15 * rate
         else:
             assert rank["bytes_per_s"] == 0
+
+
+def test_ranks_of_a_node_share_its_uplink_and_have_their_links_to_themselves(namespaces):
+    link, uplink = 25_000_000, 12_500_000
+    with Lab(4, "200mbit", nodes=2, uplink="100mbit") as lab:
+        inside = run_json(lab, python(FLOWS, "[1, 0, 3, 2]", "1.0"))
+        between = run_json(lab, python(FLOWS, "[2, 3, 0, 1]", "1.5"))
+    for tenths in inside:
+        assert 0.5 * link <= sum(tenths[1:9]) / 8 <= 1.15 * link
+    # How two flows share a port is up to them; together they have its rate, in each direction.
+    for first, second in (between[:2], between[2:]):
+        assert 0.35 * uplink <= sum(first[1:9] + second[1:9]) / 8 <= 1.15 * uplink
+
+
+def test_one_flow_between_nodes_has_the_whole_uplink(namespaces):
+    with Lab(4, "200mbit", nodes=2, uplink="100mbit") as lab:
+        ranks = run_json(lab, python(FLOWS, "[2, -1, -1, -1]", "1.0"))
+    assert 0.5 * 12_500_000 <= sum(ranks[2][1:9]) / 8 <= 1.15 * 12_500_000
+    assert sum(map(sum, (ranks[0], ranks[1], ranks[3]))) == 0
+
+
+def test_a_link_changes_during_each_run(namespaces):
+    with Lab(2, "400mbit,100mbit@1.5s") as lab:
+        for _ in range(2):
+            tenths = run_json(lab, python(FLOWS, "[1, 0]", "3.0"))[0]
+            assert 2.5 <= sum(tenths[1:3]) / sum(tenths[7:9]) <= 6.0, tenths
+            assert 0.5 * 12_500_000 <= sum(tenths[7:9]) / 2 <= 1.2 * 12_500_000
+
+
+def test_a_change_that_the_kernel_refuses_fails_the_run(namespaces, monkeypatch):
+    with Lab(1, "400mbit,100mbit@2s") as lab:
+        monkeypatch.setattr(lab, "run_id", "unheard")  # an interface that is not there
+        with pytest.raises(LabError, match="the links could not be changed: RefusedError: setting a token bucket"):
+            lab.run(python(WHO), stdout=io.StringIO())
 
 
 def test_two_labs_at_once_share_nothing(namespaces):
@@ -404,7 +567,7 @@ from flashoverlap.lab import Lab, lab_unavailable
 reason = lab_unavailable()
 if reason:
     sys.exit("unavailable: " + reason)
-with Lab(2, "200mbit") as lab:
+with Lab(2, "200mbit,100mbit@60s") as lab:
     for command in ([{WHO!r}], [{TRAFFIC!r}, "[0, 1]", "0.8"]):
         result = lab.run([sys.executable, "-c", *command], stdout=io.StringIO(), timeout_s=60)
         print(json.dumps([json.loads(tail) for tail in result.tails]))

@@ -38,7 +38,17 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 Ranks = Annotated[int, typer.Option(parser=whole, metavar="N", help="Number of ranks.")]
 LinkRate = Annotated[
-    str, typer.Option(help="Rate of each rank's link, as in 400mbit or 2.5gbit; none for plain loopback.")
+    str,
+    typer.Option(
+        help="Rate of each rank's link, as in 400mbit or 2.5gbit; none for plain loopback. "
+        "With 1gbit,200mbit@5s it changes 5 s after the start."
+    ),
+]
+Nodes = Annotated[
+    int, typer.Option(parser=whole, metavar="N", help="Nodes of the ranks; those of one node share its uplink.")
+]
+Uplink = Annotated[
+    str | None, typer.Option(help="Rate of each node's link to the others, as for --link; goes with --nodes.")
 ]
 Json = Annotated[Path | None, typer.Option(help="File to write the result to.")]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
 from flashoverlap.lab.error import LabError
-from flashoverlap.lab.link import Link
-from flashoverlap.lab.network import MAX_RANKS, Network
+from flashoverlap.lab.network import Network
 from flashoverlap.lab.ranks import RankGroup, RankProcess, Sink
+from flashoverlap.lab.topology import Topology, node_of
 from flashoverlap.lab.wiring import address, interface
 
 _FIRST_PORT = 29500  # torchrun's; always free in a namespace of our own
@@ -42,20 +42,26 @@ class Lab:
     """Ranks on one machine whose wires take time, as in `with Lab(2, "1gbit") as lab: lab.run([...])`.
 
     Each rank gets a network namespace of its own, joined by a bridge, and each direction of each rank's link is
-    limited for itself. Needs root or user namespaces, and pyroute2. With link None or "none" there are neither
-    namespaces nor limits: the ranks run plainly on loopback, on any machine.
+    limited for itself. With several nodes each has a bridge of its own, and one link to the others which its ranks
+    share. Needs root or user namespaces, and pyroute2. With link None or "none" there are neither namespaces nor
+    limits: the ranks run plainly on loopback, on any machine.
     """
 
-    def __init__(self, ranks: int, link: str | None) -> None:
+    def __init__(self, ranks: int, link: str | None, *, nodes: int = 1, uplink: str | None = None) -> None:
         """Checks the arguments; entering builds the network.
 
+        Args:
+            ranks: how many.
+            link: rate of each rank's link, as in "1gbit", or "1gbit,200mbit@5s" for one that has 200mbit from 5 s after
+                the start of each run; "none" or None for plain loopback.
+            nodes: how many; ranks beside each other share one.
+            uplink: rate of each node's link to the others, in the same forms.
+
         Raises:
-            ValueError: `ranks` is not in 1..250, or `link` is not a rate such as "1gbit", nor "none".
+            ValueError: `ranks` is not in 1..250, a link is not understood, or nodes and uplink do not go together.
         """
-        self.link = Link.parse(link)
-        if not 1 <= ranks <= MAX_RANKS:
-            raise ValueError(f"a lab has 1 to {MAX_RANKS} ranks, not {ranks}")
-        self.ranks = ranks
+        self.topology = Topology.parse(ranks, link, nodes, uplink)
+        self.ranks, self.nodes = ranks, nodes
         self.run_id = secrets.token_hex(3)
         self._network: Network | None = None
         self._ports = itertools.count(_FIRST_PORT)
@@ -67,8 +73,8 @@ class Lab:
         Raises:
             LabError: this machine refuses it; the message says why in one line.
         """
-        if self.link is not None:
-            self._network = Network.wire(self.run_id, self.ranks, self.link)
+        if self.topology is not None:
+            self._network = Network.wire(self.run_id, self.topology)
         self._open = True
         return self
 
@@ -81,11 +87,11 @@ class Lab:
     @property
     def interface(self) -> str:
         """The name of the interface through which a rank reaches the others."""
-        return "lo" if self.link is None else interface(self.run_id)
+        return "lo" if self.topology is None else interface(self.run_id)
 
     def address(self, rank: int) -> str:
         """The address of a rank."""
-        return "127.0.0.1" if self.link is None else address(rank)
+        return "127.0.0.1" if self.topology is None else address(rank)
 
     def run(
         self,
@@ -109,7 +115,8 @@ class Lab:
 
         Raises:
             ValueError: `command` is empty or not to be found, or `env` sets a variable that the lab sets.
-            LabError: a rank failed (the others get 5 s for words of their own and are ended), or time ran out.
+            LabError: a rank failed (the others get 5 s for words of their own and are ended), time ran out, or a link
+                could not be changed.
         """
         environments = self.environments(env)
         if not command:
@@ -119,7 +126,7 @@ class Lab:
         if not self._open:
             raise RuntimeError("a lab runs inside a with statement only")
         sink = _line_sink(stdout or sys.stdout, stderr or sys.stderr, prefix)
-        with _sigterm_as_exit(), contextlib.closing(RankGroup()) as group:
+        with _sigterm_as_exit(), self._changing(), contextlib.closing(RankGroup()) as group:
             try:
                 for rank, environment in enumerate(environments):
                     group.add(RankProcess(rank, command, environment, *self._namespaces(rank)))
@@ -133,7 +140,7 @@ class Lab:
 
     def environments(self, env: Mapping[str, str] | None = None) -> list[dict[str, str]]:
         """The environment of each rank of one run; asks for a fresh port each time."""
-        port = _free_port() if self.link is None else next(self._ports)
+        port = _free_port() if self.topology is None else next(self._ports)
         shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **(env or {})}
         environments = [{**shared, **self._variables(rank, port)} for rank in range(self.ranks)]
         ours = sorted(set(env or {}) & set(self._variables(0, port)))
@@ -142,13 +149,15 @@ class Lab:
         return environments
 
     def _variables(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun would set on one node, and the interface for each of the transports."""
-        world = {name: str(self.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
-        place = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+        """What torchrun would set, and the interface for each of the transports."""
+        node, local_rank, local_ranks = node_of(rank, self.ranks, self.nodes)
+        world = {name: str(self.ranks) for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE")}
+        place = {name: str(rank) for name in ("RANK", "ROLE_RANK")}
         interfaces = {f"{name}_SOCKET_IFNAME": self.interface for name in ("GLOO", "TP", "NCCL")}
         return {
             **world, **place, **interfaces,
-            "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
+            "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_ranks),
+            "GROUP_RANK": str(node), "GROUP_WORLD_SIZE": str(self.nodes), "ROLE_NAME": "default",
             "MASTER_ADDR": self.address(0), "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": self.run_id, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # Rank 0 serves the store: the lab itself has no address inside.
@@ -156,6 +165,11 @@ class Lab:
 
     def _namespaces(self, rank: int) -> tuple[int, int]:
         return (-1, -1) if self._network is None else (self._network.user_fd, self._network.rank_fds[rank])
+
+    def _changing(self) -> contextlib.AbstractContextManager[None]:
+        if self._network is None or self.topology is None:
+            return contextlib.nullcontext()
+        return self._network.changing(self.run_id, self.topology)
 
 
 def lab_unavailable() -> str | None:
@@ -168,13 +182,15 @@ def lab_unavailable() -> str | None:
     return None
 
 
-def run_command(ranks: int, link: str | None, command: Sequence[str]) -> int:
+def run_command(
+    ranks: int, link: str | None, command: Sequence[str], *, nodes: int = 1, uplink: str | None = None
+) -> int:
     """Runs `command` in a lab and returns an exit status for the shell; failures go to standard error.
 
     Raises:
-        ValueError: `ranks` is out of range, `command` empty or not to be found, or `link` not understood.
+        ValueError: what :class:`Lab` refuses, or `command` is empty or not to be found.
     """
-    lab = Lab(ranks, link)
+    lab = Lab(ranks, link, nodes=nodes, uplink=uplink)
     if not command:
         raise ValueError(f"the command for the ranks is empty: {list(command)!r}")
     try:

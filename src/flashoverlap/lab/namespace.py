@@ -53,6 +53,13 @@ def become_user_root() -> int:
     return os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC)
 
 
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends; ends it now if that has happened already."""
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("flashoverlap lab: the lab ended before its rank began")
+
+
 def become_command(parent: int, user_fd: int, net_fd: int, command: list[str]) -> None:
     """Enters the namespaces (a descriptor of -1 means stay) and becomes `command`, which dies with `parent`.
 
@@ -65,9 +72,7 @@ def become_command(parent: int, user_fd: int, net_fd: int, command: list[str]) -
         setns(net_fd, CLONE_NEWNET)
     for fd in {user_fd, net_fd} - {-1}:
         os.close(fd)
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit("flashoverlap lab: the lab ended before its rank began")
+    die_with(parent)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would hand that on.
         signal.signal(number, signal.SIG_DFL)
     os.execvp(command[0], command)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashoverlap.lab.error import LabError
-from flashoverlap.lab.link import Link
+from flashoverlap.lab.topology import Topology
 
-MAX_RANKS = 250  # As many descriptors as one message can carry (253), less the switch and the user namespace.
 _WIRING_TIMEOUT_S = 60.0
 
 
@@ -24,7 +25,7 @@ class Network:
 
     Attributes:
         user_fd: the user namespace that owns the networks; -1 where none was needed (root).
-        switch_fd: the network namespace of the bridge.
+        switch_fd: the network namespace of the bridges.
         rank_fds: the network namespace of each rank.
     """
 
@@ -33,14 +34,15 @@ class Network:
     rank_fds: tuple[int, ...]
 
     @staticmethod
-    def wire(run_id: str, ranks: int, link: Link) -> Network:
+    def wire(run_id: str, topology: Topology) -> Network:
         """Has a process of its own build the network, so that this process never leaves its own namespaces.
 
         Raises:
             LabError: the machine refuses it, with the reason in one line.
         """
+        ranks = topology.ranks
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "flashoverlap.lab.wiring", run_id, str(ranks), str(link.bytes_per_s)]
+        command = [sys.executable, "-m", "flashoverlap.lab.wiring", run_id, topology.to_json()]
         with here, subprocess.Popen(
             command, stdin=there.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             env=_environment(), cwd="/", start_new_session=True,
@@ -59,6 +61,34 @@ class Network:
             raise LabError(f"no network lab here: {lines[-1]}; use link 'none' for plain loopback")
         named = dict(zip(kinds, fds, strict=True))
         return Network(named.get("user", -1), named["switch"], tuple(fds[-ranks:]))
+
+    @contextlib.contextmanager
+    def changing(self, run_id: str, topology: Topology) -> Iterator[None]:
+        """Within, links change as the topology says, by the clock of a process that starts here and ends here.
+
+        Raises:
+            LabError: a change was refused; at the start, or at the end of the run.
+        """
+        if not any(link.changes for link in topology.links):
+            yield
+            return
+        fds = (self.user_fd, self.switch_fd, *self.rank_fds)
+        arguments = map(str, (os.getpid(), run_id, topology.to_json(), *fds))
+        with subprocess.Popen(
+            [sys.executable, "-m", "flashoverlap.lab.changing", *arguments], pass_fds={*fds} - {-1}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=_environment(), cwd="/", start_new_session=True,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            assert process.stderr is not None
+            try:
+                started = process.stdout.readline()
+                if started:
+                    yield
+                if process.poll() or not started:
+                    raise LabError(f"the links could not be changed: {process.stderr.read().strip()}")
+            finally:
+                process.kill()
 
     def close(self) -> None:
         """Lets go of the namespaces; the kernel removes them once no process is inside."""

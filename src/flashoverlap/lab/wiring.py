@@ -1,15 +1,19 @@
-"""The process that wires a network and hands it over: one namespace for the switch and one for each rank.
+"""The process that wires a network and hands it over: one namespace for the switches and one for each rank.
 
-Run as `python -m flashoverlap.lab.wiring RUN_ID RANKS BYTES_PER_S` with a socket as standard input. It answers with one
-message on that socket: the descriptors of the namespaces. Nothing has a name in the file system, so the kernel removes
-it all once the last descriptor is closed and the last rank is gone.
+Run as `python -m flashoverlap.lab.wiring RUN_ID TOPOLOGY` with a socket as standard input. It answers with one message
+on that socket: the descriptors of the namespaces. Nothing has a name in the file system, so the kernel removes it all
+once the last descriptor is closed and the last rank is gone.
 
-          switch namespace                 rank namespaces
-                        +-- fo1a2b3cp0 ======= fo1a2b3c  10.77.0.1    (rank 0)
-           fo1a2b3cbr --+-- fo1a2b3cp1 ======= fo1a2b3c  10.77.0.2    (rank 1)
-             bridge     +-- ...        ======= ...
-                            token bucket,      token bucket,
-                            toward the rank    from the rank
+          switch namespace                                    rank namespaces
+                                             +-- fo1a2b3cp0 ======= fo1a2b3c  10.77.0.1    (rank 0)
+           fo1a2b3cd0 ==== fo1a2b3cu0 -- b0 -+-- fo1a2b3cp1 ======= fo1a2b3c  10.77.0.2    (rank 1)
+              |                      (bridge)+-- ...        ======= ...
+    fo1a2b3cbr (bridge)                          token bucket,      token bucket,
+              |                                  toward the rank    from the rank
+           fo1a2b3cd1 ==== fo1a2b3cu1 -- b1 -+-- ...
+           toward the node  from the node
+
+With one node there is its bridge alone, and no uplink.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from flashoverlap.lab import namespace, packet
-from flashoverlap.lab.link import Link
+from flashoverlap.lab.bucket import bucket
+from flashoverlap.lab.topology import Port, Topology, node_of
 
 NETWORK = ipaddress.IPv4Network("10.77.0.0/16")
 
@@ -59,32 +64,63 @@ def make_namespaces(ranks: int) -> tuple[int, int, list[int]]:
     return user_fd, switch_fd, [namespace.new_network() for _ in range(ranks)]
 
 
-def wire(run_id: str, link: Link, switch_fd: int, rank_fds: list[int]) -> None:
-    """The topology, as netlink calls: a bridge, and a limited pair of interfaces from it to each rank."""
-    outside = [f"{interface(run_id)}p{rank}" for rank in range(len(rank_fds))]
-    with _netlink(switch_fd) as netlink, _step("making a bridge and pairs of interfaces (veth)"):
-        netlink.link("add", ifname=f"{interface(run_id)}br", kind="bridge")
-        (bridge,) = netlink.link_lookup(ifname=f"{interface(run_id)}br")
-        _raise_interface(netlink, bridge)
-        for name, fd in zip(outside, rank_fds, strict=True):
-            netlink.link("add", ifname=name, kind="veth", peer={"ifname": interface(run_id), "net_ns_fd": fd})
-            (index,) = netlink.link_lookup(ifname=name)
-            netlink.link("set", index=index, master=bridge)
-            _limit(netlink, index, link, link.slack_burst_bytes)
-            _raise_interface(netlink, index)
+def wire(run_id: str, topology: Topology, switch_fd: int, rank_fds: list[int]) -> None:
+    """The topology, as netlink calls: bridges, and limited pairs of interfaces between them and to each rank."""
+    ours, ends = interface(run_id), list(topology.ports())
+    with netlink_in(switch_fd) as netlink, _step("making bridges and pairs of interfaces (veth)"):
+        bridges = [_make_bridge(netlink, f"{ours}b{node}") for node in range(topology.nodes)]
+        if topology.nodes > 1:
+            core = _make_bridge(netlink, f"{ours}br")
+            for node, bridge in enumerate(bridges):
+                netlink.link("add", ifname=f"{ours}u{node}", kind="veth", peer={"ifname": f"{ours}d{node}"})
+                _plug(netlink, f"{ours}u{node}", bridge)
+                _plug(netlink, f"{ours}d{node}", core)
+        for rank, fd in enumerate(rank_fds):
+            netlink.link("add", ifname=f"{ours}p{rank}", kind="veth", peer={"ifname": ours, "net_ns_fd": fd})
+            _plug(netlink, f"{ours}p{rank}", bridges[node_of(rank, topology.ranks, topology.nodes)[0]])
+        for port in (port for port in ends if port.rank is None):
+            _open_port(netlink, ours, port, topology.packet_bytes)
     for rank, fd in enumerate(rank_fds):
-        with _netlink(fd) as netlink, _step(f"setting up the interface of rank {rank}"):
+        with netlink_in(fd) as netlink, _step(f"setting up the interface of rank {rank}"):
             (loopback,) = netlink.link_lookup(ifname="lo")
             netlink.link("set", index=loopback, state="up")
-            (index,) = netlink.link_lookup(ifname=interface(run_id))
+            (index,) = netlink.link_lookup(ifname=ours)
             netlink.addr("add", index=index, address=address(rank), prefixlen=NETWORK.prefixlen)
-            _limit(netlink, index, link, link.burst_bytes)
-            _raise_interface(netlink, index)
+            for port in (port for port in ends if port.rank == rank):
+                _open_port(netlink, ours, port, topology.packet_bytes)
             _choose_congestion_control()
 
 
+def limit(netlink: Any, verb: str, name: str, port: Port, rate: int, packet_size: int) -> None:
+    """Limits what leaves through a port; ``verb`` is "add" or "change". See the notes of bucket.py."""
+    with _step("setting a token bucket (sch_tbf)"):
+        (index,) = netlink.link_lookup(ifname=name)
+        chosen = bucket(rate, packet_size, behind_another=port.behind_another)
+        netlink.tc(verb, "tbf", index, **chosen._asdict())
+
+
+def _make_bridge(netlink: Any, name: str) -> int:
+    netlink.link("add", ifname=name, kind="bridge")
+    (index,) = netlink.link_lookup(ifname=name)
+    _raise_interface(netlink, index)
+    return index
+
+
+def _plug(netlink: Any, name: str, bridge: int) -> None:
+    (index,) = netlink.link_lookup(ifname=name)
+    netlink.link("set", index=index, master=bridge)
+
+
+def _open_port(netlink: Any, prefix: str, port: Port, packet_size: int) -> None:
+    """Limits a port to the first rate of its link, and sets it up."""
+    (index,) = netlink.link_lookup(ifname=prefix + port.name)
+    packet.limit_packets(netlink, index, packet_size)
+    limit(netlink, "add", prefix + port.name, port, port.link.bytes_per_s, packet_size)
+    _raise_interface(netlink, index)
+
+
 @contextlib.contextmanager
-def _netlink(fd: int) -> Iterator[Any]:
+def netlink_in(fd: int) -> Iterator[Any]:
     """A netlink socket inside the network namespace `fd`: a socket stays in the namespace where it was opened."""
     from pyroute2 import IPRoute  # Late: only the wiring process needs it.
 
@@ -104,13 +140,6 @@ def _step(what: str) -> Iterator[None]:
         raise RefusedError(f"{what}: {error}") from error
 
 
-def _limit(netlink: Any, index: int, link: Link, burst_bytes: int) -> None:
-    """Limits what leaves through an interface to the rate of `link`; see [Note: burst and packet size]."""
-    packet.limit_packets(netlink, index, link.packet_bytes)
-    with _step("adding a token bucket (sch_tbf)"):
-        netlink.tc("add", "tbf", index, rate=link.bytes_per_s, burst=burst_bytes, limit=link.queue_bytes)
-
-
 def _choose_congestion_control() -> None:
     """Takes cubic in this namespace where that may be chosen, so that runs on machines with other defaults compare.
 
@@ -127,11 +156,11 @@ def _raise_interface(netlink: Any, index: int) -> None:
     netlink.link("set", index=index, state="up")
 
 
-def main(run_id: str, ranks: int, bytes_per_s: int) -> None:
+def main(run_id: str, topology: Topology) -> None:
     """Makes and wires the namespaces, then sends them over standard input."""
-    user_fd, switch_fd, rank_fds = make_namespaces(ranks)
-    wire(run_id, Link(bytes_per_s), switch_fd, rank_fds)
-    kinds = [*(["user"] if user_fd >= 0 else []), "switch", *(["rank"] * ranks)]
+    user_fd, switch_fd, rank_fds = make_namespaces(topology.ranks)
+    wire(run_id, topology, switch_fd, rank_fds)
+    kinds = [*(["user"] if user_fd >= 0 else []), "switch", *(["rank"] * topology.ranks)]
     fds = [fd for fd in (user_fd, switch_fd, *rank_fds) if fd >= 0]
     with socket.socket(fileno=os.dup(0)) as answer:
         socket.send_fds(answer, [json.dumps(kinds).encode()], fds)
@@ -139,6 +168,6 @@ def main(run_id: str, ranks: int, bytes_per_s: int) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+        main(sys.argv[1], Topology.from_json(sys.argv[2]))
     except Exception as error:  # Whatever it was, the lab shows it as one line.
         sys.exit(str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}")
