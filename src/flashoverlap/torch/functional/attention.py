@@ -11,6 +11,10 @@ forward   z_r = sum_q attention_q(rows of r) W_q^T + b   scatter side: attention
 backward  dz is gathered; a piece of it goes through the projection and through the attention of its queries; dk and dv
           are sums over all pieces; dW_r = dz^T out is one matmul over all rows
 
+keys      a piece of queries start:stop reads keys 0:stop (causal), start-window+1:stop (window), or those from the
+          first to the last that a bool mask lets through
+dropout   what is dropped follows from a seed and the positions, so from no cut; backward draws it again
+
 memory    q, k, v, the rows between attention and projection, and a number for each query and head
 
 The idea is query-split attention of arXiv 2604.24013: cut by queries, attention hides the scatter that follows it.
@@ -18,7 +22,7 @@ The idea is query-split attention of arXiv 2604.24013: cut by queries, attention
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,10 +30,10 @@ import torch
 from ...overlap import Overlap
 from ...patterns import split_sizes
 from ..call import Call, eager
-from ..check import autocast, check_linear, check_overlap, check_tensors, grads, shape
+from ..check import autocast, check_overlap, check_tensors, grads, shape
 from ..pieces import Gathered
 from ..transport import refusing, transport_of
-from .attend import Heads, attend
+from .attend import STRIP, Heads, Kernel, Scores, attend, check_attention, check_projection, try_kernel
 from .derivative import differentiable_once
 from .kernels import matmul, matmul_into
 
@@ -46,7 +50,10 @@ def attention_reduce_scatter(
     *,
     mask: torch.Tensor | None = None,
     causal: bool = False,
+    window: int | None = None,
+    dropout: float = 0.0,
     scale: float | None = None,
+    kernel: Kernel | None = None,
     group: Any,
     overlap: Overlap = Overlap(),
 ) -> torch.Tensor:
@@ -58,10 +65,17 @@ def attention_reduce_scatter(
         v: values ``[B, G, T, D]``.
         weight_shard: ``[N, H * D]``.
         bias: ``[N]``, the full bias, equal on all ranks; added once.
-        mask: None, or broadcastable to ``[B, H, S, T]``: bool (True takes part) or added to the scores; not with
-            ``causal``. It gets no gradient.
+        mask: None, or broadcastable to ``[B, H, S, T]``: bool (True takes part) or added to the scores, float32 or of
+            the dtype of q. It gets no gradient. Queries that read nothing give zeros.
         causal: whether query s reads the keys up to s alone.
+        window: None, or with ``causal`` how many keys a query reads at most: s - window < t <= s.
+        dropout: probability with which a weight of the softmax is dropped, by a mask that differs from rank to rank
+            and is the same on recompute. It is drawn by a seed from torch's ordinary CPU stream.
         scale: of the scores; None is ``D ** -0.5``.
+        kernel: None for torch's own, or a differentiable function ``(q, k, v, piece) -> out`` that takes their place
+            for some queries ``[1, H, queries, D]`` and the keys ``[1, G, keys, D]`` that they read. The
+            :class:`~flashoverlap.torch.functional.scores.Piece` holds their global positions and the options above
+            that it has to heed. Backward runs it again. It captures no trainable tensors and draws no random numbers.
         group: process group or one-dimensional DeviceMesh.
         overlap: how to overlap.
 
@@ -73,48 +87,43 @@ def attention_reduce_scatter(
             between ranks.
         PeerError: a peer refused the call, died or stalled.
     """
-    transport = transport_of(group, _OP, q)
+    heads = Heads(q, k, v, Scores(mask, causal, window, dropout, scale, kernel))
+    return attention_by_queries(heads, weight_shard, bias, group=group, overlap=overlap)
+
+
+@eager
+def attention_by_queries(
+    heads: Heads, weight_shard: torch.Tensor, bias: torch.Tensor | None, *, group: Any, overlap: Overlap
+) -> torch.Tensor:
+    """The same, of heads."""
+    scores = heads.scores
+    transport = transport_of(group, _OP, heads.q)
     with refusing(transport):
         check_overlap(_OP, overlap)
-        cast: list[Any] = autocast(q, k, v, weight_shard, bias)
-        check_tensors(_OP, cast[0], cast[1:4], cast[4:])
-        _check_shapes(cast, mask, causal)
-    call = Call(_OP, transport, overlap, cast[0])
-    batch, _, rows, _ = cast[0].shape
-    flags = grads(q, k, v, weight_shard, bias)
-    shared = f"batch={batch} rows={rows} out={cast[3].shape[0]} bias={bias is not None} {causal} {scale} {flags}"
-    shown = f"q {shape(cast[0])}, k {shape(cast[1])}, weight {shape(cast[3])}, bias {shape(bias)}, {flags}"
-    call.agree("", shared, shown)
-    return _AttentionReduceScatter.apply(call, mask, causal, scale, *cast)  # pyright: ignore[reportReturnType]
-
-
-def _check_shapes(tensors: Sequence[Any], mask: Any, causal: bool) -> None:
-    q, k, v, weight, bias = tensors
-    if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
-        raise ValueError(f"{_OP}: q {shape(q)}, k {shape(k)}, v {shape(v)} must be [B, H, S, D] and [B, G, T, D]")
-    if q.shape[-1] != k.shape[-1] or k.shape[1] < 1 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{_OP}: the heads of q {shape(q)} and k {shape(k)} do not fit")
-    if causal and (mask is not None or q.shape[2] != k.shape[2]):
-        given = f"mask {shape(mask)}, {q.shape[2]} queries, {k.shape[2]} keys"
-        raise ValueError(f"{_OP}: causal=True goes without a mask, with as many queries as keys, not with {given}")
-    if mask is not None:
-        full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        if mask.dim() != 4 or any(have not in (1, want) for have, want in zip(mask.shape, full, strict=True)):
-            raise ValueError(f"{_OP}: mask {shape(mask)} cannot be broadcast to {list(full)}")
-    features = q.shape[1] * v.shape[-1]
-    check_linear(_OP, torch.empty(1, features, device="meta"), weight, bias)
+        cast: list[Any] = autocast(*heads[:3], weight_shard, bias)
+        q, k, v, weight, bias = cast
+        check_tensors(_OP, q, (k, v, weight), (bias,))
+        check_attention(_OP, q, k, v, scores)
+        check_projection(_OP, q, v, weight, bias)
+        try_kernel(_OP, q, k, v, scores)
+    call = Call(_OP, transport, overlap, q)
+    flags = grads(*cast)
+    agreed = f"bias={bias is not None} {scores.shared} {flags}"
+    shown = f"q {shape(q)}, k {shape(k)}, weight {shape(weight)}, bias {shape(bias)}, {scores.shared}, {flags}"
+    call.agree("", f"batch={q.shape[0]} rows={q.shape[2]} out={weight.shape[0]} {agreed}", shown, shard=q.shape[1])
+    return _AttentionReduceScatter.apply(call, scores.drawn(call.rank), *cast)  # pyright: ignore[reportReturnType]
 
 
 class _AttentionReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, mask: Any, causal: bool, scale: float | None, *tensors: Any) -> torch.Tensor:
+    def forward(ctx: Any, call: Call, scores: Scores, *tensors: Any) -> torch.Tensor:
         q, k, v, weight, bias = tensors
         batch, count, queries, _ = q.shape
         owned = tuple(split_sizes(queries, call.world_size))
         flow, columns = "matmul_reduce_scatter", weight.shape[0]
-        choice = call.choose(flow, [batch * part for part in owned])
+        choice = call.choose(flow, [batch * part for part in owned], _sizes(call, v, columns, scores), STRIP)
         rows = call.layout(choice, batch, owned, 1)
-        heads = attend(Heads(q, k, v, mask, causal, scale))
+        heads = attend(Heads(q, k, v, scores))
         keep = call.differentiable and any(ctx.needs_input_grad)
         out = q.new_empty(batch * queries, count * v.shape[-1]) if keep else None
         z = q.new_empty(batch, owned[call.rank], columns)
@@ -125,9 +134,8 @@ class _AttentionReduceScatter(torch.autograd.Function):
             def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
                 for start, stop, natural in rows.segments(names):
                     for at, sequence, begin, end in _by_sequence(natural, stop - start, queries):
-                        made = heads.rows(sequence, begin, end)
-                        if out is not None:
-                            out[natural + at : natural + at + end - begin] = made
+                        kept = None if out is None else out[natural + at : natural + at + end - begin]
+                        made = heads.rows(sequence, begin, end, kept)
                         place = start - first + at
                         matmul_into(target[place : place + end - begin], made, transposed, beta)
 
@@ -135,8 +143,8 @@ class _AttentionReduceScatter(torch.autograd.Function):
             call.run(flow, choice, rows.rows, {"p": columns * q.itemsize}, scattered.tensor, kernels)
             if choice.pattern == "collective":
                 scattered.collected()
-        ctx.call, ctx.owned, ctx.causal, ctx.scale = call, owned, causal, scale
-        ctx.save_for_backward(q, k, v, weight, out, mask, *(heads.saved if keep else ()))
+        ctx.call, ctx.owned, ctx.scores = call, owned, scores._replace(mask=None)
+        ctx.save_for_backward(q, k, v, weight, out, scores.mask, *(heads.saved if keep else ()))
         return z
 
     @staticmethod
@@ -144,16 +152,16 @@ class _AttentionReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         q, k, v, weight, out, mask, *saved = ctx.saved_tensors
-        needs_weight, needs_bias = ctx.needs_input_grad[7:]
-        needs_heads = any(ctx.needs_input_grad[4:7])
+        needs_weight, needs_bias = ctx.needs_input_grad[5:]
+        needs_heads = any(ctx.needs_input_grad[2:5])
         batch, _, queries, _ = q.shape
         flow = "row_backward" + ("" if needs_weight or needs_bias else "-w") + ("" if needs_heads else "-y")
         call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
-        choice = call.choose(flow, [batch * part for part in ctx.owned])
-        rows = call.layout(choice, batch, ctx.owned, 1)
         columns = weight.shape[0]
+        choice = call.choose(flow, [batch * part for part in ctx.owned], _sizes(call, v, columns, ctx.scores), STRIP)
+        rows = call.layout(choice, batch, ctx.owned, 1)
         own = grad_outputs[0].contiguous().view(-1, columns)
-        heads = attend(Heads(q, k, v, mask, ctx.causal, ctx.scale), tuple(saved))
+        heads = attend(Heads(q, k, v, ctx.scores._replace(mask=mask)), tuple(saved))
         heads.begin_backward()
         dweight = dbias = None
         with call.leased() as lease:
@@ -162,8 +170,9 @@ class _AttentionReduceScatter(torch.autograd.Function):
             def mm(op: Any) -> None:
                 for part, start, stop in gathered.natural_runs(op.reads):
                     for at, sequence, begin, end in _by_sequence(start, stop - start, queries):
-                        grad = matmul(part[at : at + end - begin], weight)
-                        heads.gradients(sequence, begin, end, out[start + at : start + at + end - begin], grad)
+                        size = end - begin
+                        made = out[start + at : start + at + size]
+                        heads.gradients(sequence, begin, end, made, matmul(part[at : at + size], weight))
 
             def wgrad(op: Any) -> None:
                 nonlocal dweight, dbias
@@ -174,8 +183,13 @@ class _AttentionReduceScatter(torch.autograd.Function):
             widths, kernels = {"x": columns * q.itemsize}, {"mm": mm, "wgrad": wgrad}
             call.run(flow, choice, rows.rows, widths, gathered.tensor, kernels, "backward")
         found = [grad.to(q.dtype) for grad in (heads.dq, heads.dk, heads.dv)]
-        wanted = [grad if need else None for grad, need in zip(found, ctx.needs_input_grad[4:7], strict=True)]
-        return None, None, None, None, *wanted, dweight, dbias
+        wanted = [grad if need else None for grad, need in zip(found, ctx.needs_input_grad[2:5], strict=True)]
+        return None, None, *wanted, dweight, dbias
+
+
+def _sizes(call: Call, v: torch.Tensor, columns: int, scores: Scores) -> dict[str, int]:
+    """What a plan goes by: the most heads that any rank has, and the keys that a query meets."""
+    return {"heads": call.shard, "head_dim": v.shape[-1], **scores.met(v.shape[2]), "out": columns}
 
 
 def _by_sequence(natural: int, count: int, queries: int) -> Iterator[tuple[int, int, int, int]]:

@@ -21,6 +21,14 @@ def matmul_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, beta: 
         torch.mm(x, weight, out=out)
 
 
+def sum_into(out: torch.Tensor, x: torch.Tensor, beta: float) -> None:
+    """``out[M, 1] = sum of the columns of x[M, N] + beta * out``."""
+    if beta:
+        out += x.sum(1, keepdim=True)
+    else:
+        torch.sum(x, 1, keepdim=True, out=out)
+
+
 def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """``x @ y`` in the dtype of both: backward may run inside an autocast region that forward was not in."""
     return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))

@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..functional.attend import Heads
+from ..check import autocast
+from ..functional.attend import Heads, Scores, attention, check_attention
 from .lazy import Lazy, shape_after
 
 _Tensor = torch.Tensor
+_OP = "scaled_dot_product_attention"
 
 
 class LazyAttention(Lazy):
@@ -50,10 +52,8 @@ class LazyAttention(Lazy):
     def all(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The values, computed when they are first asked for."""
         if self._computed is None:
-            q, k, v, mask, causal, scale = self.heads
-            grouped = q.shape[1] != k.shape[1]
             with computing():
-                out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+                out = attention(self.heads)
             rows = out if self.form == "heads" else out.transpose(1, 2)
             self._computed = rows.flatten(2) if self.form == "flat" else rows
         return self._computed
@@ -92,13 +92,17 @@ def computing() -> Iterator[None]:
 class PutOff(TorchFunctionMode):
     """Within, every scaled_dot_product_attention that can be cut by queries is put off.
 
+    Args:
+        rank: whose heads these are: dropout differs from rank to rank.
+
     Attributes:
         count: how many were.
         refusals: why others were not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         super().__init__()
+        self.rank = rank
         self.count = 0
         self.refusals: list[str] = []
 
@@ -106,11 +110,13 @@ class PutOff(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention and not _computing.get():
-            heads, refusal = _heads(*args, **(kwargs or {}))
-            if heads is not None:
+            try:
+                heads = _heads(*args, **(kwargs or {}))
+            except (TypeError, ValueError) as refusal:
+                self.refusals.append(str(refusal))
+            else:
                 self.count += 1
-                return LazyAttention(heads)
-            self.refusals.append(refusal)
+                return LazyAttention(heads._replace(scores=heads.scores.drawn(self.rank)))
         return func(*args, **(kwargs or {}))
 
 
@@ -123,22 +129,14 @@ def _heads(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[Heads | None, str]:
-    """An attention that can be cut by queries, or why it cannot."""
-    if dropout_p:
-        return None, f"dropout of {dropout_p}"
-    if query.dim() != 4 or key.dim() != 4 or key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0]:
-        sizes = ", ".join(str(list(each.shape)) for each in (query, key, value))
-        return None, f"tensors {sizes} that are not [B, H, S, D] and [B, G, T, D]"
-    if query.shape[1] % key.shape[1]:
-        return None, f"{query.shape[1]} query and {key.shape[1]} key heads"
-    if is_causal and query.shape[2] != key.shape[2]:
-        return None, f"{query.shape[2]} causal queries of {key.shape[2]} keys"
-    if attn_mask is not None and (is_causal or attn_mask.dim() != 4 or attn_mask.requires_grad):
-        return None, f"a mask {list(attn_mask.shape)} of its own kind"
-    full = (*query.shape[:3], key.shape[2])
-    if attn_mask is not None and any(have not in (1, want) for have, want in zip(attn_mask.shape, full, strict=True)):
-        return None, f"a mask {list(attn_mask.shape)} for scores {list(full)}"
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        return None, f"{query.shape[1]} query and {key.shape[1]} key heads without enable_gqa"
-    return Heads(query, key, value, attn_mask, is_causal, scale), ""
+) -> Heads:
+    """An attention that can be cut by queries; TypeError or ValueError for another."""
+    cast: list[Any] = autocast(query, key, value)
+    q, k, v = cast
+    scores = Scores(attn_mask, is_causal, dropout=dropout_p, scale=scale)
+    check_attention(_OP, q, k, v, scores)
+    if is_causal and attn_mask is not None:
+        raise ValueError(f"{_OP}: is_causal goes without a mask")
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise ValueError(f"{_OP}: {q.shape[1]} query and {k.shape[1]} key heads without enable_gqa")
+    return Heads(q, k, v, scores)

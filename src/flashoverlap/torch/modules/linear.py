@@ -19,10 +19,10 @@ from torch.distributed.tensor import Replicate
 from ..functional import (
     all_gather_linear,
     all_reduce_grad_linear,
-    attention_reduce_scatter,
     linear_all_reduce,
     linear_reduce_scatter,
 )
+from ..functional.attention import attention_by_queries
 from .lazy import Lazy
 from .lazy_attention import LazyAttention, computing
 from .lazy_rows import LazyRows, own_rows
@@ -59,23 +59,28 @@ class Column(Parallelized):
         """All rows of the own features, of own rows (or of all, without sequence parallelism)."""
         if isinstance(x, LazyRows) and self in x.ready:
             return x.ready.pop(self)
+        if isinstance(x, LazyRows) and self._parallel.up is not None:
+            raise RuntimeError(f"{self._path} reads all rows of a sequence, of which each rank of up has some only")
         return columns(x, [self], self._all_rows)[0]
 
     def shard(self, name: str) -> torch.Tensor | None:
         """The own part of the weight ``[N_r, K]`` or bias ``[N_r]``."""
+        parts: list[Any] = self.parts(name)
+        return parts[0] if len(parts) == 1 else None if parts[0] is None else torch.cat(parts)
+
+    def parts(self, name: str) -> list[torch.Tensor | None]:
+        """The same, by what lies side by side in it."""
         held: Any = getattr(self, name)
         if held is None:
-            return None
+            return [None] * len(self._heads)
         turned = self._transposed and name == "weight"
-        dim = 1 if turned else 0
         parts = list(held) if isinstance(held, nn.ParameterList) else [held]
-        own = [self._own(part, heads, dim) for part, heads in zip(parts, self._heads, strict=True)]
-        joined = own[0] if len(own) == 1 else torch.cat(own, dim)
-        return joined.t() if turned else joined
+        own = [self._own(part, heads, int(turned)) for part, heads in zip(parts, self._heads, strict=True)]
+        return [part.t() if turned else part for part in own]
 
     def _own(self, part: torch.Tensor, heads: range | None, dim: int) -> torch.Tensor:
         if heads is None:
-            return local(part)
+            return local(part, self._parallel)
         return whole(part, self._parallel, summed=True).narrow(dim, heads.start, len(heads))
 
 
@@ -159,21 +164,19 @@ class Row(Parallelized):
         """Own rows of the sum over ranks (or all rows, without sequence parallelism)."""
         call = self._parallel.call
         if isinstance(x, LazyAttention) and x.form == "flat" and self._parallel.sequence_parallel:
-            q, k, v, mask, causal, scale = x.heads
-            shards = self.shard(), self.replicated_bias()
             with computing():
-                return attention_reduce_scatter(q, k, v, *shards, mask=mask, causal=causal, scale=scale, **call)
+                return attention_by_queries(x.heads, self.shard(), self.replicated_bias(), **call)
         operator = linear_reduce_scatter if self._parallel.sequence_parallel else linear_all_reduce
         return operator(x.all() if isinstance(x, Lazy) else x, self.shard(), self.replicated_bias(), **call)
 
     def shard(self) -> torch.Tensor:
         """The own part of the weight, ``[N, K_r]``."""
-        weight = local(self.weight)  # pyright: ignore[reportArgumentType]
+        weight = local(self.weight, self._parallel)  # pyright: ignore[reportArgumentType]
         return weight.t() if self._transposed else weight
 
     def replicated_bias(self) -> torch.Tensor | None:
         """The bias ``[N]``; its gradient is that of all rows on every rank."""
-        return None if self.bias is None else local(self.bias)  # pyright: ignore[reportArgumentType]
+        return None if self.bias is None else local(self.bias, self._parallel)  # pyright: ignore[reportArgumentType]
 
 
 class RowParallel(Style):

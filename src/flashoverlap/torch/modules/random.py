@@ -32,7 +32,7 @@ def of_this_rank(parallel: Parallel, device: torch.device, wanted: bool = True) 
     generator = _generator(device)
     seed = int(torch.randint(2**62, ()))  # the ordinary stream of the CPU, which checkpoints restore as well
     parallel.outer_random.append(generator.get_state())
-    generator.manual_seed(seed + parallel.rank)
+    generator.manual_seed(seed + parallel.axes.number)
     try:
         yield
     finally:
