@@ -1,102 +1,284 @@
-"""Builders of all-to-alls: every block goes from the rank that makes it to the rank that it is made for."""
+"""Builders of all-to-alls: every block goes from the rank that makes it to the rank that it is made for.
+
+Rank 1 of 3, ``direct``; ``p1_2`` is the block from rank 1 for rank 2:
+
+    made before the exchange   net                [p1_2>2 p0_1<0][p1_0>0 p2_1<2]
+                               mm  [p1_2=mm(a1_2)][p1_0=mm(a1_0)][p1_1=mm(a1_1)]
+
+    used after it              net [p1_2>2 p0_1<0][p1_0>0 p2_1<2]
+                               mm  [z1=mm(p1_1)  ][z1+=mm(p0_1) ][z1+=mm(p2_1)]
+
+    both                       net           [p1_2>2 p0_1<0][p1_0>0 p2_1<2]
+                               mm  [p1_2    ][p1_0         ][p1_1  ][z1=p1_1][z1+=p0_1][z1+=p2_1]
+
+The blocks of others are made first, so that the wire never waits for more than one; then all that is local, which hides
+the last flight: the own block, from end to end, and weight gradients; then the blocks that come, in the order in which
+they were sent. Tensors that move side by side (q, k, v) take turns, split by split.
+
+``ring`` hands blocks on between neighbours. ``sliced`` exchanges a slice of all blocks at once, and one slice overlaps
+nothing (mode ``off``). ``collective`` leaves the movement to the backend.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
+from .flow import Flow, flow_of, of_tensor
 from .patterns import check_arguments, split_sizes
-from .schedule import Collective, Compute, Exchange, Op, Schedule, ScheduleError, Size
+from .schedule import Collective, Compute, Exchange, Op, Programs, Schedule, ScheduleError, Size
+
+Matrix = Sequence[Sequence[int]]
+Part = tuple[int, int]  # a tensor and a split of its block
 
 
 def all_to_all(
-    rows: Sequence[Sequence[int]],
+    rows: Matrix,
     *,
+    op: str = "all_to_all",
     pattern: str = "direct",
     splits: int = 1,
-    row_bytes: Mapping[str, int] | None = None,
+    tensors: int = 1,
+    row_bytes: Mapping[str, int | Matrix] | None = None,
 ) -> Schedule:
-    """Builds an all-to-all behind the kernel that makes its blocks; block ``p1_2`` goes from rank 1 to rank 2.
-
-    rank 1 of 3   direct   net                [p1_2>2 p0_1<0][p1_0>0 p2_1<2]
-                           mm  [p1_2=mm(a1_2)][p1_0=mm(a1_0)][p1_1=mm(a1_1)]
+    """Builds the schedule of an all-to-all with its kernels.
 
     Args:
-        rows: ``rows[source][target]`` of every block. The other arguments and the errors are those of :func:`build`.
+        rows: ``rows[source][target]`` of every block; blocks may be unequal or empty.
+        op: name of a flow (:data:`flashoverlap.flow.ALL_TO_ALLS`), outputs left out by ``-letter``.
+        pattern: "direct", "ring", "sliced" or "collective".
+        splits: parts that every block is cut into (for "sliced", the number of slices; for "collective", 1).
+        tensors: how many tensors move side by side.
+        row_bytes: bytes of one row by letter, alike for all blocks or ``[source][target]``; 1 where it is not given.
+
+    Raises:
+        ScheduleError: sizes that are no square, negative rows, sums of unequal rows, splits or tensors out of range, an
+            unknown pattern.
+        ValueError: an unknown ``op``, or one that is no all-to-all.
     """
+    widths = {
+        letter: width if isinstance(width, int) else tuple(map(tuple, width))
+        for letter, width in (row_bytes or {}).items()
+    }
+    arguments = (op, tuple(map(tuple, rows)), pattern, splits, tensors, tuple(sorted(widths.items())))
+    small = len(rows) ** 2 * splits * tensors <= _MOST_CACHED
+    return (_build if small else _build.__wrapped__)(*arguments)
+
+
+_MOST_CACHED = 2**13  # exchanges of all ranks; a larger schedule lives as long as its user does
+
+
+@lru_cache(maxsize=256)
+def _build(
+    op: str,
+    rows: tuple[tuple[int, ...], ...],
+    pattern: str,
+    splits: int,
+    tensors: int,
+    widths: tuple[tuple[str, int | tuple[tuple[int, ...], ...]], ...],
+) -> Schedule:
+    flow = flow_of(op)
+    _check(flow, rows, pattern, splits, tensors)
+    blocks = Blocks(len(rows), splits, tensors)
+    width = dict(widths)
+
+    def bytes_of(letter: str, source: int, target: int) -> int:
+        found = width.get(letter, 1)
+        return found if isinstance(found, int) else found[source][target]
+
+    sizes = [
+        (blocks.name(letter, *owner, (tensor, split)), Size(part, bytes_of(of_tensor(letter, tensor), *owner)))
+        for letter in flow.letters
+        if letter != "z"
+        for tensor in range(tensors)
+        for owner in blocks.owners
+        for split, part in enumerate(split_sizes(rows[owner[0]][owner[1]], splits))
+    ]
+    if flow.reduce:
+        sizes += [
+            (blocks.total(target, split), Size(part, bytes_of("z", target, target)))
+            for target in range(len(rows))
+            for split, part in enumerate(split_sizes(rows[target][target], splits))
+        ]
+    for w in flow.wgrads:
+        writes = [of_tensor(w.write, tensor) for tensor in range(tensors if w.reads else 1)]
+        sizes += [(write, Size(1, bytes_of(write, 0, 0))) for write in writes]
+    alike = len({part for row in rows for part in row}) == 1 and all(isinstance(each, int) for each in width.values())
     n = len(rows)
-    check_arguments("all_to_all", [min(row, default=0) for row in rows], pattern, splits)
+    programs = Programs(lambda rank: _PROGRAMS[pattern](_Rank(flow, blocks, rank)), n, 1 if alike else n)
+    return Schedule(op, programs, tuple(sizes))
+
+
+def _check(flow: Flow, rows: Matrix, pattern: str, splits: int, tensors: int) -> None:
+    op, n = flow.op, len(rows)
+    if flow.swap is None:
+        raise ValueError(f"{op} is no all-to-all")
+    check_arguments(op, [min(row, default=0) for row in rows], pattern, splits)
     if any(len(row) != n for row in rows):
-        raise ScheduleError(f"all_to_all between {n} ranks needs {n} rows of {n} sizes, not {[len(r) for r in rows]}")
-
-    def block(letter: str, source: int, target: int, split: int) -> str:
-        return f"{letter}{source}_{target}" + ("" if splits == 1 else f".{split}")
-
-    width = row_bytes or {}
-    sizes = tuple(
-        (block(letter, source, target, split), Size(part, width.get(letter, 1)))
-        for letter in "ap"
-        for source in range(n)
-        for target in range(n)
-        for split, part in enumerate(split_sizes(rows[source][target], splits))
-    )
-    programs = tuple(tuple(_ALL_TO_ALL[pattern](block, n, splits, rank)) for rank in range(n))
-    return Schedule("all_to_all", programs, sizes)
+        raise ScheduleError(f"{op} between {n} ranks needs {n} rows of {n} sizes, not {[len(row) for row in rows]}")
+    if not 1 <= tensors <= 26:
+        raise ScheduleError(f"{op} moves 1 to 26 tensors side by side, not {tensors}")
+    unequal = [column for column in zip(*rows, strict=True) if len(set(column)) > 1]
+    if flow.reduce and unequal:
+        raise ScheduleError(f"{op} sums blocks of equal rows; those for one rank have {list(unequal[0])}")
 
 
-Block = Callable[[str, int, int, int], str]
+class Blocks:
+    """Names of blocks: ``name("p", 1, 2, (0, 3))`` is split 3 of the first tensor's block ``p1_2``."""
+
+    def __init__(self, ranks: int, splits: int, tensors: int) -> None:
+        self.ranks, self.splits, self.tensors = ranks, splits, tensors
+        self.parts = tuple((tensor, split) for split in range(splits) for tensor in range(tensors))
+        self.owners = tuple((source, target) for source in range(ranks) for target in range(ranks))
+
+    def name(self, letter: str, source: int, target: int, part: Part) -> str:
+        return f"{of_tensor(letter, part[0])}{source}_{target}{self._split(part[1])}"
+
+    def total(self, target: int, split: int) -> str:
+        """The sum of what came to a rank."""
+        return f"z{target}{self._split(split)}"
+
+    def slice(self, split: int) -> tuple[Part, ...]:
+        """One split of all tensors."""
+        return tuple((tensor, split) for tensor in range(self.tensors))
+
+    def _split(self, split: int) -> str:
+        return "" if self.splits == 1 else f".{split}"
 
 
-def _make(block: Block, source: int, targets: Iterable[int], splits: Iterable[int]) -> Compute:
-    blocks = [(source, target, split) for split in splits for target in targets]
-    return Compute("mm", tuple(block("a", *b) for b in blocks), tuple(block("p", *b) for b in blocks))
+class _Rank:
+    """What one rank can do in an all-to-all; a pattern is an order of that."""
+
+    def __init__(self, flow: Flow, blocks: Blocks, rank: int) -> None:
+        self.flow, self.blocks, self.rank = flow, blocks, rank
+        self.makes = bool(flow.swap)
+        self._begun: set[str] = set()  # sums that have a term
+
+    def make(self, targets: Iterable[int], parts: Sequence[Part]) -> Iterable[Op]:
+        """The kernels before the exchange, for blocks of this rank."""
+        which = [(self.rank, target, part) for part in parts for target in targets]
+        for index, kernel in enumerate(self.flow.kernels[: self.flow.swap]):
+            source, target = self.flow.letters[index : index + 2]
+            reads, writes = (tuple(self.blocks.name(letter, *each) for each in which) for letter in (source, target))
+            yield Compute(kernel, reads, writes)
+
+    def use(self, source: int, part: Part) -> Iterable[Op]:
+        """The kernels after the exchange, and the weight gradient, of a part that came from ``source``."""
+        arrived = self.blocks.name("p", source, self.rank, part)
+        for kernel in self.flow.kernels[self.flow.swap :]:
+            if self.flow.reduce:
+                yield self._added(kernel, arrived, self.blocks.total(self.rank, part[1]))
+            else:
+                yield Compute(kernel, (arrived,), (self.blocks.name(self.flow.output, source, self.rank, part),))
+        for w in self.flow.wgrads:
+            if w.reads:
+                yield self._added(w.kernel, arrived, of_tensor(w.write, part[0]))
+
+    def _added(self, kernel: str, read: str, total: str) -> Compute:
+        begun = total in self._begun
+        self._begun.add(total)
+        return Compute(kernel, (read,), (total,), (total,) if begun else ())
+
+    def local(self) -> Iterable[Op]:
+        """Weight gradients that need nothing from others."""
+        for w in self.flow.wgrads:
+            if not w.reads:
+                yield Compute(w.kernel, (), (w.write,))
+
+    def peers(self, distance: int) -> tuple[int, int]:
+        """The rank at this distance ahead, and the one as far behind."""
+        n = self.blocks.ranks
+        return (self.rank + distance) % n, (self.rank - distance) % n
+
+    def post(self, distance: int, part: Part) -> Exchange:
+        """The block for the rank ahead against that from the rank behind."""
+        (ahead, behind), name = self.peers(distance), self.blocks.name
+        return Exchange(name("p", self.rank, ahead, part), ahead, name("p", behind, self.rank, part), behind)
+
+    def hand_on(self, distance: int, part: Part) -> Iterable[Exchange]:
+        """The same from neighbour to neighbour, with the blocks that others send each other."""
+        n, name = self.blocks.ranks, self.blocks.name
+        after, before = self.peers(1)
+        for hop in range(distance):
+            mine, theirs = (self.rank - hop) % n, (self.rank - hop - 1) % n
+            yield Exchange(
+                name("p", mine, (mine + distance) % n, part),
+                after,
+                name("p", theirs, (theirs + distance) % n, part),
+                before,
+            )
 
 
-def _all_to_all_direct(block: Block, n: int, splits: int, rank: int) -> Iterable[Op]:
-    for distance in range(1, n):
-        other, source = (rank + distance) % n, (rank - distance) % n
-        for split in range(splits):
-            yield _make(block, rank, (other,), (split,))
-            yield Exchange(block("p", rank, other, split), other, block("p", source, rank, split), source)
-    yield _make(block, rank, (rank,), range(splits))
+def _streamed(
+    rank: _Rank, distances: Sequence[int], exchanges: Callable[[int, Part], Iterable[Exchange]]
+) -> Iterable[Op]:
+    """Blocks of others first, what is local next, and what comes last."""
+    parts = rank.blocks.parts
+    for distance in distances:
+        for part in parts:
+            yield from rank.make((rank.peers(distance)[0],), (part,))
+            yield from exchanges(distance, part)
+    yield from rank.make((rank.rank,), parts)
+    for part in parts:
+        yield from rank.use(rank.rank, part)
+    yield from rank.local()
+    for distance in distances:
+        for part in parts:
+            yield from rank.use(rank.peers(distance)[1], part)
 
 
-def _all_to_all_ring(block: Block, n: int, splits: int, rank: int) -> Iterable[Op]:
+def _direct(rank: _Rank) -> Iterable[Op]:
+    return _streamed(rank, range(1, rank.blocks.ranks), lambda distance, part: (rank.post(distance, part),))
+
+
+def _ring(rank: _Rank) -> Iterable[Op]:
     """The block for the rank at distance d is handed on d times, the farthest first."""
-    before, after = (rank - 1) % n, (rank + 1) % n
-    for distance in range(n - 1, 0, -1):
-        for split in range(splits):
-            yield _make(block, rank, ((rank + distance) % n,), (split,))
-            for hop in range(distance):
-                mine, theirs = (rank - hop) % n, (rank - hop - 1) % n
-                yield Exchange(
-                    block("p", mine, (mine + distance) % n, split),
-                    after,
-                    block("p", theirs, (theirs + distance) % n, split),
-                    before,
-                )
-    yield _make(block, rank, (rank,), range(splits))
+    return _streamed(rank, range(rank.blocks.ranks - 1, 0, -1), rank.hand_on)
 
 
-def _all_to_all_sliced(block: Block, n: int, splits: int, rank: int) -> Iterable[Op]:
-    for split in range(splits):
-        yield _make(block, rank, range(n), (split,))
+def _sliced(rank: _Rank) -> Iterable[Op]:
+    """Whole exchanges of slices of all blocks: what uses a slice waits for its last block first.
+
+    rank 1 of 2, 2 slices   net           [p1_0.0>0 p0_1.0<0][p1_0.1>0 p0_1.1<0]
+                            mm  [p1_*.0  ][p1_*.1           ][z1.0             ][z1.1]
+    """
+    blocks, n = rank.blocks, rank.blocks.ranks
+
+    def use(split: int) -> Iterable[Op]:
+        for distance in range(n - 1, -1, -1):
+            for part in reversed(blocks.slice(split)):
+                yield from rank.use(rank.peers(distance)[1], part)
+
+    overlaps, late = blocks.splits > 1, blocks.splits - 1
+    if not overlaps:  # nothing may hide the exchange
+        yield from rank.local()
+    for split in range(blocks.splits):
+        yield from rank.make(range(n), blocks.slice(split))
         for distance in range(1, n):
-            other, source = (rank + distance) % n, (rank - distance) % n
-            yield Exchange(block("p", rank, other, split), other, block("p", source, rank, split), source)
+            yield from (rank.post(distance, part) for part in blocks.slice(split))
+        if rank.makes and split:
+            yield from use(split - 1)
+    if overlaps:
+        yield from rank.local()
+    for split in range(late if rank.makes else 0, blocks.splits):
+        yield from use(split)
 
 
-def _all_to_all_collective(block: Block, n: int, splits: int, rank: int) -> Iterable[Op]:
-    yield _make(block, rank, range(n), (0,))
-    yield Collective(
-        "all_to_all",
-        tuple(block("p", rank, target, 0) for target in range(n)),
-        tuple(block("p", source, rank, 0) for source in range(n)),
-    )
+def _collective(rank: _Rank) -> Iterable[Op]:
+    blocks, n = rank.blocks, rank.blocks.ranks
+    yield from rank.make(range(n), blocks.parts)
+    for part in blocks.parts:
+        sent = tuple(blocks.name("p", rank.rank, target, part) for target in range(n))
+        yield Collective("all_to_all", sent, tuple(blocks.name("p", source, rank.rank, part) for source in range(n)))
+    yield from rank.local()
+    for distance in range(n):
+        for part in blocks.parts:
+            yield from rank.use(rank.peers(distance)[1], part)
 
 
-_ALL_TO_ALL: dict[str, Callable[[Block, int, int, int], Iterable[Op]]] = {
-    "direct": _all_to_all_direct,
-    "ring": _all_to_all_ring,
-    "sliced": _all_to_all_sliced,
-    "collective": _all_to_all_collective,
+_PROGRAMS: dict[str, Callable[[_Rank], Iterable[Op]]] = {
+    "direct": _direct,
+    "ring": _ring,
+    "sliced": _sliced,
+    "collective": _collective,
 }

@@ -56,14 +56,18 @@ def spec_of(schedule: Schedule, terms: Terms) -> Spec:
     Raises:
         ScheduleError: no flow describes the operator, or the sizes do not say how a piece is split.
     """
-    return _all_to_all_spec(schedule, terms) if schedule.op == "all_to_all" else _flow_spec(schedule, terms)
+    if schedule.op.startswith("data_parallel_step"):
+        from .step_spec import step_spec  # late: it is made of what this module defines
 
-
-def _flow_spec(schedule: Schedule, terms: Terms) -> Spec:
+        return step_spec(schedule, terms)
     try:
         flow = flow_of(schedule.op)
     except ValueError as error:
         raise ScheduleError(f"cannot verify {schedule.op!r}: {error}") from None
+    return (_piece_spec if flow.swap is None else _block_spec)(flow, schedule, terms)
+
+
+def _piece_spec(flow: Flow, schedule: Schedule, terms: Terms) -> Spec:
     n = schedule.ranks
     parts = {letter: _parts(schedule, PIECE, letter, map(str, range(n))) for letter in (flow.letters[0], flow.extra)}
     flat = {letter: [(part, int(owner)) for owner, of in parts[letter].items() for part in of] for letter in parts}
@@ -109,17 +113,37 @@ def _wgrad_outputs(flow: Flow, terms: Terms, rank: int, flat: Mapping[str, list[
     return outputs
 
 
-def _all_to_all_spec(schedule: Schedule, terms: Terms) -> Spec:
-    n = schedule.ranks
-    parts = _parts(schedule, BLOCK, "a", (f"{source}_{target}" for source in range(n) for target in range(n)))
+def _block_spec(flow: Flow, schedule: Schedule, terms: Terms) -> Spec:
+    n, first = schedule.ranks, flow.letters[0]
+    owners = [f"{source}_{target}" for source in range(n) for target in range(n)]
+    found = {match[1] for name, _ in schedule.sizes if (match := BLOCK.match(name)) and match[1][0] == first}
     inputs: list[dict[str, Value]] = [{} for _ in range(n)]
-    outputs: list[dict[str, Value]] = [{} for _ in range(n)]
-    for owner, of in parts.items():
-        source, target = map(int, owner.split("_"))
-        for part in of:
-            inputs[source]["a" + part] = terms("a" + part, source)
-            outputs[target]["p" + part] = terms("mm", source, (terms("a" + part, source),))
+    made: list[dict[str, list[Value]]] = [{} for _ in range(n)]  # by rank and name, the terms of a sum
+    for letter in found | {first}:
+        tensor = letter[1:]  # of several
+        for owner, of in _parts(schedule, BLOCK, letter, owners).items():
+            source, target = map(int, owner.split("_"))
+            for part in of:
+                values = _block_values(flow, terms, letter + part, source, target)
+                inputs[source][letter + part] = values[0]
+                if flow.output:
+                    summed = f"{target}{part[len(owner) :]}" if flow.reduce else tensor + part
+                    made[target].setdefault(flow.output + summed, []).append(values[-1])
+                for w in (w for w in flow.wgrads if w.reads):
+                    read = values[flow.letters.index(w.reads)]
+                    made[target].setdefault(w.write + tensor, []).append(terms(w.kernel, target, (read,)))
+    outputs = [{name: tuple(sorted(sum(of, ()))) for name, of in names.items()} for names in made]
+    for rank in range(n):
+        outputs[rank] |= {w.write: terms(w.kernel, rank, ()) for w in flow.wgrads if not w.reads}
     return Spec(inputs, outputs, {})
+
+
+def _block_values(flow: Flow, terms: Terms, name: str, source: int, target: int) -> list[Value]:
+    """Part of a block as it is at first, and after each kernel."""
+    values = [terms(name, source)]
+    for index, kernel in enumerate(flow.kernels):
+        values.append(terms(kernel, source if index < (flow.swap or 0) else target, (values[-1],)))
+    return values
 
 
 def _parts(schedule: Schedule, form: re.Pattern[str], letter: str, owners: Iterable[str]) -> dict[str, list[str]]:

@@ -101,6 +101,13 @@ class Layout:
         ]
         return torch.cat(parts, dim=1).view(pieces.shape)
 
+    def to_pieces(self, natural: torch.Tensor) -> torch.Tensor:
+        """``[total, K]`` in natural order, brought into piece order (a copy only where they differ)."""
+        if self.outer == 1:
+            return natural
+        parts = natural.unflatten(0, (self.outer, -1)).split([owned * self.inner for owned in self.owned], dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
 
 def _merged(segments: Iterator[Segment]) -> Iterator[Segment]:
     last: Segment | None = None

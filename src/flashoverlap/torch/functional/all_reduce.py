@@ -14,7 +14,7 @@ Which rank sums which rows is free here: rows of all dimensions are cut by torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -66,7 +66,8 @@ def linear_all_reduce(
     call = Call(op, transport, overlap, cast[0])
     flags = grads(x, weight_shard, bias)
     shared = f"x={list(cast[0].shape[:-1])} out={cast[1].shape[0]} bias={bias is not None} {flags}"
-    call.agree("", shared, f"x {shape(cast[0])}, weight {shape(cast[1])}, bias {shape(bias)}, {flags}")
+    shown = f"x {shape(cast[0])}, weight {shape(cast[1])}, bias {shape(bias)}, {flags}"
+    call.agree("", shared, shown, shard=cast[1].shape[1])
     return _LinearAllReduce.apply(call, *cast)  # pyright: ignore[reportReturnType]
 
 
@@ -105,7 +106,7 @@ def all_reduce_grad_linear(
     if talks:
         flags = grads(x, *weights, *biases)
         shown = f"x {shape(x)}, weight {', '.join(map(shape, weights))}, {flags}"
-        call.agree("", f"x={list(x.shape)} weights={len(weights)} {flags}", shown)
+        call.agree("", f"x={list(x.shape)} weights={len(weights)} {flags}", shown, shard=sum(map(len, weights)))
     outputs = _AllReduceGradLinear.apply(call, len(weights), x, *weights, *biases)
     return tuple(outputs) if isinstance(weight_shard, Sequence) else outputs[0]
 
@@ -121,7 +122,8 @@ class _LinearAllReduce(torch.autograd.Function):
         def product(target: torch.Tensor, start: int, stop: int, beta: float) -> None:
             matmul_into(target, flat[start:stop], transposed, beta)
 
-        reduce_rows(call, "all_reduce", flatten(z), product, bias=bias)
+        sizes = {"features": call.shard, "out": weight.shape[0]}
+        reduce_rows(call, "all_reduce", flatten(z), product, sizes, bias=bias)
         return z
 
     @staticmethod
@@ -168,7 +170,8 @@ class _AllReduceGradLinear(torch.autograd.Function):
             flow = "all_reduce_backward" + ("" if any(needs_weight) else "-w")
             call.agree("backward", f"{flow} x={list(x.shape)}", f"{flow}, x {shape(x)}")
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            reduce_rows(call, flow, flatten(dx), dgrad, phase="backward", wgrad=wgrad)
+            sizes = {"features": x.shape[-1], "out": call.shard}
+            reduce_rows(call, flow, flatten(dx), dgrad, sizes, phase="backward", wgrad=wgrad)
         elif any(needs_weight):
             wgrad(None)
         dbiases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_bias, strict=True)]
@@ -180,6 +183,7 @@ def reduce_rows(
     flow: str,
     full: torch.Tensor,
     part: Callable[[torch.Tensor, int, int, float], None],
+    sizes: Mapping[str, int],
     *,
     bias: torch.Tensor | None = None,
     phase: str = "",
@@ -191,7 +195,7 @@ def reduce_rows(
     ``beta=1``, adds them to it. ``full`` is contiguous.
     """
     owned = tuple(split_sizes(full.shape[0], call.world_size))
-    choice = call.choose(flow, owned)
+    choice = call.choose(flow, owned, sizes)
     rows = call.layout(choice, 1, owned, 1)
     with call.leased() as lease:
         travels = call.travels(choice)

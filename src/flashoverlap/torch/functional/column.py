@@ -72,7 +72,7 @@ def all_gather_linear(
     flags = f"{grads(x, *weights, *biases)} save_gathered={save_gathered}"
     shared = f"outer={outer} inner={inner} features={x.shape[-1]} weights={len(weights)} {flags}"
     shown = f"x {shape(x)} dim {row_dim}, weight {', '.join(map(shape, weights))}, {flags}"
-    owned = call.agree_rows(shared, shown, rows)
+    owned = call.agree_rows(shared, shown, rows, sum(map(len, weights)))
     outputs = _AllGatherLinear.apply(call, owned, row_dim, save_gathered, len(weights), x, *weights, *biases)
     return tuple(outputs) if isinstance(weight_shard, Sequence) else outputs[0]
 
@@ -85,7 +85,8 @@ class _AllGatherLinear(torch.autograd.Function):
         x, weights, biases = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
         outer, _, inner = around(x.shape, dim)
         flow = "all_gather_matmul"
-        choice = call.choose(flow, [outer * part * inner for part in owned])
+        sizes = {"features": x.shape[-1], "out": call.shard}
+        choice = call.choose(flow, [outer * part * inner for part in owned], sizes)
         rows = call.layout(choice, outer, owned, inner)
         features = x.shape[-1]
         own = flatten(x)
@@ -124,7 +125,8 @@ class _AllGatherLinear(torch.autograd.Function):
         dx, dweights = None, [None] * ctx.count
         if needs[0] or any(needs_weight):
             call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
-            choice = call.choose(flow, [outer * part * inner for part in ctx.owned])
+            sizes = {"features": weights[0].shape[1], "out": call.shard}
+            choice = call.choose(flow, [outer * part * inner for part in ctx.owned], sizes)
             rows = call.layout(choice, outer, ctx.owned, inner)
             dx, dweights = _column_backward(call, flow, choice, rows, flatten(saved), weights, flat, needs_weight)
         dx = dx.view(ctx.shape) if needs[0] and dx is not None else None

@@ -276,7 +276,7 @@ def _gather_rows(call: Call, x: torch.Tensor, owned: tuple[int, ...], dim: int, 
     """The rows of all ranks, received straight into the result where they are contiguous there."""
     flow, features = "all_gather_matmul", x.shape[-1]
     outer, _, inner = around(x.shape, dim)
-    choice = call.choose(flow, [outer * part * inner for part in owned])
+    choice = call.choose(flow, [outer * part * inner for part in owned], {"features": features})
     rows = call.layout(choice, outer, owned, inner)
     with call.leased() as lease:
         with torch.inference_mode(False):  # gloo's threads, which are not in that mode, write to these
@@ -299,7 +299,7 @@ def _scatter_rows(call: Call, x: torch.Tensor, dim: int) -> torch.Tensor:
     flow, features = "matmul_reduce_scatter", x.shape[-1]
     outer, full, inner = around(x.shape, dim)
     owned = tuple(split_sizes(full, call.world_size))
-    choice = call.choose(flow, [outer * part * inner for part in owned])
+    choice = call.choose(flow, [outer * part * inner for part in owned], {"features": features})
     rows = call.layout(choice, outer, owned, inner)
     flat = flatten(x)
     result = x.new_empty(*x.shape[:dim], owned[call.rank], *x.shape[dim + 1 :])
@@ -332,7 +332,7 @@ def _sum(call: Call, x: torch.Tensor, phase: str = "") -> torch.Tensor:
     def part(target: torch.Tensor, start: int, stop: int, beta: float) -> None:
         _put(target, flat[start:stop], beta)
 
-    reduce_rows(call, "all_reduce", result.view(flat.shape), part, phase=phase)
+    reduce_rows(call, "all_reduce", result.view(flat.shape), part, {"features": flat.shape[1]}, phase=phase)
     return result
 
 

@@ -92,7 +92,7 @@ def mlp(
         f"activation={function.name} has={[t is not None for t in cast]} {flags}"
     )
     shown = f"x {shape(cast[0])} dim {row_dim}, up {shape(cast[1])}, gate {shape(cast[2])}, down {shape(cast[3])}, "
-    owned = call.agree_rows(shared, f"{shown}{function.name}, {flags}", rows)
+    owned = call.agree_rows(shared, f"{shown}{function.name}, {flags}", rows, up.shape[0])
     return _Mlp.apply(call, owned, row_dim, function, *cast)  # pyright: ignore[reportReturnType]
 
 
@@ -172,9 +172,9 @@ class _Mlp(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, owned: tuple[int, ...], dim: int, function: Activation, *tensors: Any
     ) -> torch.Tensor:
-        x, up, _, down, _, _, down_bias = tensors
+        x, up, gate, down, _, _, down_bias = tensors
         outer, _, inner = around(x.shape, dim)
-        choice = call.choose("mlp", [outer * part * inner for part in owned])
+        choice = call.choose("mlp", [outer * part * inner for part in owned], _sizes(call, x, gate, down))
         rows = call.layout(choice, outer, owned, inner)
         features, columns = x.shape[-1], down.shape[0]
         z = x.new_empty(*x.shape[:-1], columns)
@@ -231,7 +231,8 @@ class _Backward:
         leaves = needs["down"] or needs["down_bias"]
         flow = "mlp_backward" + ("" if enters else "-w") + ("" if leaves else "-v") + ("" if needs["x"] else "-z")
         call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
-        choice = call.choose(flow, [outer * part * inner for part in ctx.owned])
+        sizes = _sizes(call, x, self.gate, self.down)
+        choice = call.choose(flow, [outer * part * inner for part in ctx.owned], sizes)
         self.rows = rows = call.layout(choice, outer, ctx.owned, inner)
         self.raised, self.gated, self.function = raised, gated, ctx.function
         columns, features, hidden = self.down.shape[0], x.shape[-1], self.up.shape[0]
@@ -309,6 +310,10 @@ class _Backward:
         for bias, grad in (("up_bias", self.draised), ("gate_bias", self.dgated)):
             if grad is not None and self.needs[bias] and self.grads[bias] is None:
                 self.grads[bias] = grad.sum(0)
+
+
+def _sizes(call: Call, x: torch.Tensor, gate: torch.Tensor | None, down: torch.Tensor) -> dict[str, int]:
+    return {"features": x.shape[-1], "hidden": call.shard, "out": down.shape[0], "gated": int(gate is not None)}
 
 
 def _end(call: Call, function: Activation) -> None:

@@ -67,9 +67,8 @@ def linear_reduce_scatter(
     outer, rows, inner = around(inputs[0].shape, row_dim)
     flags = grads(x, weight_shard, bias)
     shared = f"outer={outer} rows={rows} inner={inner} out={inputs[1].shape[0]} bias={bias is not None} {flags}"
-    call.agree(
-        "", shared, f"x {shape(inputs[0])} dim {row_dim}, weight {shape(inputs[1])}, bias {shape(bias)}, {flags}"
-    )
+    shown = f"x {shape(inputs[0])} dim {row_dim}, weight {shape(inputs[1])}, bias {shape(bias)}, {flags}"
+    call.agree("", shared, shown, shard=inputs[1].shape[1])
     return _LinearReduceScatter.apply(call, row_dim, *inputs)  # pyright: ignore[reportReturnType]
 
 
@@ -80,7 +79,8 @@ class _LinearReduceScatter(torch.autograd.Function):
         outer, full, inner = around(x.shape, dim)
         owned = tuple(split_sizes(full, call.world_size))
         flow, columns = "matmul_reduce_scatter", weight.shape[0]
-        choice = call.choose(flow, [outer * part * inner for part in owned])
+        sizes = {"features": call.shard, "out": columns}
+        choice = call.choose(flow, [outer * part * inner for part in owned], sizes)
         rows = call.layout(choice, outer, owned, inner)
         flat = flatten(x)
         z = x.new_empty(*x.shape[:dim], owned[call.rank], *x.shape[dim + 1 : -1], columns)
@@ -110,9 +110,10 @@ class _LinearReduceScatter(torch.autograd.Function):
         outer, _, inner = around(x.shape, ctx.dim)
         flow = "row_backward" + ("" if needs_weight or needs_bias else "-w") + ("" if needs_x else "-y")
         call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
-        choice = call.choose(flow, [outer * part * inner for part in ctx.owned])
-        rows = call.layout(choice, outer, ctx.owned, inner)
         columns = weight.shape[0]
+        sizes = {"features": call.shard, "out": columns}
+        choice = call.choose(flow, [outer * part * inner for part in ctx.owned], sizes)
+        rows = call.layout(choice, outer, ctx.owned, inner)
         own = flatten(grad_outputs[0])
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         dweight = dbias = None
