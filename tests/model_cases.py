@@ -325,14 +325,38 @@ def case_attention_cut_by_queries(mesh):
         agree_with_dense(mesh, MODELS[build], attention="query_split")
         assert any(record.op == "attention_reduce_scatter backward" for record in fo.report()), build
     agree_with_dense(mesh, llama, seq=2, attention="query_split", overlap=fo.Overlap("flash", splits=3))
-    model = fo.parallelize(made(lambda: gpt2(attn_pdrop=0.5)), mesh, attention="query_split")
-    ids, labels = tokens()
-    with pytest.warns(UserWarning, match=r"transformer\.h\.0\.attn: attention is not cut by queries.*dropout of 0.5"):
-        model(input_ids=ids, labels=labels).loss.backward()
-    strict = fo.parallelize(
-        made(lambda: gpt2(attn_pdrop=0.5)), mesh, attention="query_split", overlap=fo.Overlap(strict=True)
-    )
-    refused(lambda: strict(input_ids=ids, labels=labels), "dropout")
     refused(
         lambda: fo.parallelize(made(llama), mesh, sequence_parallel=False, attention="query_split"), "sequence_parallel"
     )
+
+
+def case_attention_cut_by_queries_with_dropout(mesh):
+    """Which is that of the uncut attention: the same seeds drop the same, recomputed or not, read by whomever."""
+    ids, labels = tokens()
+    strict = fo.Overlap(strict=True)
+    model = fo.parallelize(made(lambda: gpt2(attn_pdrop=0.5)), mesh, attention="query_split", overlap=strict)
+    found = []
+    for checkpointing in (None, False, True):
+        if checkpointing is not None:
+            model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+        for read in (False, True):
+            hooks = [
+                layer.attn.c_proj.register_forward_pre_hook(lambda module, args: (args[0] * 1.0,))
+                for layer in model.transformer.h
+                if read
+            ]
+            torch.manual_seed(5 + mesh.get_local_rank())
+            fo.report().clear()
+            model.zero_grad()
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            loss.backward()
+            found.append((loss.detach(), gradients(model)))
+            assert any(record.op == "attention_reduce_scatter backward" for record in fo.report()) is not read
+            for hook in hooks:
+                hook.remove()
+    for loss, gradient in found[1:]:
+        close(loss, found[0][0], "loss", 1e-10)
+        for name, each in found[0][1].items():
+            close(gradient[name], each, name, 1e-9)
+    torch.manual_seed(6 + mesh.get_local_rank())
+    assert not torch.allclose(model(input_ids=ids, labels=labels, use_cache=False).loss, found[0][0])

@@ -97,11 +97,12 @@ def case_ranks_with_different_styles_are_told(mesh):
 def case_compiled_models(mesh):
     if mesh.size() != 2:
         return
-    model = fo.parallelize(made(llama, dtype=torch.float32), mesh)
     ids, labels = tokens()
-    want = model(input_ids=ids, labels=labels).loss
-    found = torch.compile(model, backend="eager")(input_ids=ids, labels=labels).loss
-    close(found, want, "loss", 1e-5)
+    for attention in (None, "query_split", "ulysses"):
+        model = fo.parallelize(made(llama, dtype=torch.float32), mesh, attention=attention)
+        want = model(input_ids=ids, labels=labels).loss
+        found = torch.compile(model, backend="eager")(input_ids=ids, labels=labels).loss
+        close(found, want, f"{attention}: loss", 1e-5)
 
 
 def case_attention_that_is_not_cut_is_told(mesh):

@@ -4,9 +4,8 @@ import pytest
 
 import model_ranks
 
-CASES = [
-    (module, case) for module in ("model_cases", "plan_cases", "reading_cases") for case in model_ranks.cases(module)
-]
+MODULES = ("model_cases", "plan_cases", "reading_cases", "mesh_cases")
+CASES = [(module, case) for module in MODULES for case in model_ranks.cases(module)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -24,9 +24,9 @@ from flashoverlap.checkpoint_folder import KEPT, CheckpointFolder
 from flashoverlap.cli import app
 from flashoverlap.lab import lab_unavailable
 from flashoverlap.train.configuration import difference, fields_of, read_configuration
+from flashoverlap.train.degrees import Degrees
 from flashoverlap.train.flops import flops_per_token
 from flashoverlap.train.learning_rate import learning_rate
-from flashoverlap.train.live_bytes import LiveBytes, held
 from flashoverlap.train.metrics import Metrics
 from flashoverlap.train.model import build, without_memory
 from flashoverlap.train.options import Options
@@ -86,6 +86,13 @@ def tiny(place, **chosen):
         ({"checkpoint_every": 5}, "--checkpoint-every 5"),
         ({"resume": True}, "--out"),
         ({"json": Path("x"), "trace": Path("x")}, "both name x"),
+        ({"up": 0}, "--up 0"),
+        ({"dp": 3}, "--batch 2: cannot be spread evenly over --dp 3"),
+        ({"shard": "gradients"}, "--shard gradients"),
+        ({"dp": 2, "shard": "all"}, "--shard all: unknown"),
+        ({"attention": "ulysses"}, "--attention ulysses: does not go with --up 1"),
+        ({"up": 2, "attention": "query_split"}, "--attention query_split: does not go with --up 2"),
+        ({"attention": "split"}, "--attention split: unknown; known: query_split, model, ulysses"),
     ],
 )
 def test_meaningless_options_are_refused_with_their_value(options, told):
@@ -95,8 +102,8 @@ def test_meaningless_options_are_refused_with_their_value(options, told):
 
 def test_options_survive_the_command_line():
     options = Options(
-        7, "m.json", Path("a b"), Path("o"), True, "slice", "model", None, 3, False, 2, 64, 3, 5e-4, 0, 0.5, "bf16", True, 4, -0,
-        Path("j"), Path("t"), "/dev/tty9",
+        7, "m.json", Path("a b"), Path("o"), True, "slice", 2, "gradients", 2, 3, "ulysses", None, 3, False, 2, 64, 3, 5e-4, 0,
+        0.5, "bf16", True, 4, -0, Path("j"), Path("t"), "/dev/tty9",
     )  # fmt: skip
     import typer
 
@@ -108,6 +115,30 @@ def test_options_survive_the_command_line():
     result = CliRunner().invoke(program, options.arguments())
     assert result.exit_code == 0, result.output
     assert seen == [options]
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "degrees"),
+    [
+        ({}, 4, (1, 1, 4)),
+        ({"up": 2}, 4, (1, 2, 2)),
+        ({"dp": 2}, 4, (2, 1, 2)),
+        ({"dp": 2, "up": 2, "tp": 2}, 8, (2, 2, 2)),
+        ({"tp": 1}, 1, (1, 1, 1)),
+    ],
+)
+def test_degrees_make_up_the_ranks(given, ranks, degrees):
+    assert Options(**given).degrees(ranks) == Degrees(*degrees)
+    assert Options(**given).degrees(ranks).count == ranks
+
+
+def test_ranks_that_degrees_do_not_make_up():
+    with pytest.raises(ValueError, match="--dp 2 x --up 2 do not make up the 6 ranks"):
+        Options(dp=2, up=2).degrees(6)
+    with pytest.raises(ValueError, match="--dp 1 x --up 2 x --tp 2 do not make up the 2 ranks"):
+        Options(up=2, tp=2).degrees(2)
+    assert [Options(**each).least_ranks for each in ({}, {"up": 2, "tp": 2}, {"dp": 2}, {"tp": 1})] == [2, 4, 2, 1]
+    assert str(Degrees(1, 2, 2)) == "up 2 x tp 2"
 
 
 # --- refused before anything starts
@@ -138,6 +169,7 @@ def config(place, name, **changed):
         (["--json", "no/such.json"], "there is no directory no"),
         (["--ranks", "0"], "0"),
         (["--link", "fast"], "'fast'"),
+        (["--ranks", "3", "--up", "2"], "--dp 1 x --up 2 do not make up the 3 ranks"),
         (["--steps", "many"], "'many' is not a whole number"),
         (["--lr", "high"], "'high' is not a number"),
     ],
@@ -226,23 +258,12 @@ def test_flops_of_a_token():
 
 def test_results_are_medians_and_differences_relative():
     result = ModeResult("flash", "", [2.0, 1.0], [1.0, 3.0, 2.0], [0.1, 0.3, 0.2], [0.0, 0.5, 0.1], 9)
-    assert as_json([result], Scale("m", 2, 100, 1e9, 1e10)) == {
-        "schema": 1, "model": "m", "ranks": 2,
+    assert as_json([result], Scale("m", Degrees(1, 1, 2), 100, 1e9, 1e10)) == {
+        "schema": 1, "model": "m", "ranks": 2, "degrees": {"dp": 1, "up": 1, "tp": 2},
         "modes": [dict(zip(MODE, ["flash", [2.0, 1.0], 2.0, 50.0, 0.05, 0.2, 0.1, 9], strict=True))],
     }  # fmt: skip
     assert largest_difference([2.0, 1.1], [2.0, 1.0]) == pytest.approx(0.1)
     assert math.isnan(largest_difference([math.nan, 1.0, 5.0], [1.0, 1.0, 1.0]))
-
-
-def test_live_bytes_of_a_pass():
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 8, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with LiveBytes(held(model, optimizer)) as live:
-        assert live.peak == 2 * 64 * 4
-        out = model(torch.ones(1000, 8))
-        assert live.peak == 2 * 64 * 4 + 3 * 32_000  # input, and two of linear, tanh, output at a time
-        out.sum().backward()
-    assert live.peak > 2 * 64 * 4 + 3 * 32_000
 
 
 def test_micro_batches_give_the_gradient_of_the_whole(place):
@@ -437,9 +458,30 @@ def test_another_model_is_not_resumed(place, whole, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
 
 
-def test_a_sequence_that_the_ranks_do_not_divide(place):
-    done = train(place, "--ranks", 2, "--link", "none", "--steps", 1, "--seq", 31)
-    assert done.exit_code == 0, done.output
+def alone(place, *runs):
+    """Losses of one process that takes the steps of several runs, each with its own options, one after another."""
+    losses = []
+    for options in runs:
+        if not losses:
+            model = build(check_model(options), options, torch.device("cpu"))
+            training = Training(model, torch.optim.AdamW(model.parameters(), **ADAMW), check(options), options)
+        training._options = options
+        losses += [training.step(number).loss for number in range(len(losses), options.steps)]
+    return losses
+
+
+def test_a_mesh_learns_what_one_process_does_and_another_goes_on(place):
+    """Sequences that nothing divides: over 2 x 2 ranks, then one to each of two ranks that share AdamW's state."""
+    settings = ("--link", "none", "--seq", 31, "--accumulate", 2, "--out", "meshed")
+    begun = train(place, *settings, "--steps", 2, "--up", 2, "--tp", 2, "--json", "meshed.json")
+    assert begun.exit_code == 0, begun.output
+    assert "tiny.json on 4 ranks (up 2 x tp 2)" in begun.output
+    assert json.loads((place / "meshed.json").read_text())["degrees"] == {"dp": 1, "up": 2, "tp": 2}
+    more = train(place, *settings, "--steps", 4, "--dp", 2, "--shard", "gradients", "--resume")
+    assert more.exit_code == 0, more.output
+    assert "ranks 4 -> 2, dp 1 -> 2, up 2 -> 1, tp 2 -> 1" in more.output
+    want = alone(place, *(tiny(place, seq=31, accumulate=2, steps=steps) for steps in (2, 4)))
+    assert [line["loss"] for line in metrics(place, "meshed")] == pytest.approx(want, rel=1e-5)
 
 
 def test_the_modes_learn_the_same(place):
@@ -450,7 +492,7 @@ def test_the_modes_learn_the_same(place):
     for name in ("compare.json", "loss.png", "trace.json"):
         assert f"compared/{name}" in done.output
     result = json.loads((place / "compared" / "compare.json").read_text())
-    assert list(result) == ["schema", "model", "ranks", "modes"]
+    assert list(result) == ["schema", "model", "ranks", "degrees", "modes"]
     assert [mode["mode"] for mode in result["modes"]] == ["off", "slice", "flash"]
     for mode in result["modes"]:
         assert list(mode) == MODE

@@ -6,26 +6,35 @@ import io
 import os
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from ..arguments import whole
 from ..lab import Lab, LabError
 from ..train.options import Options, taking_options
 from ..train.refusal import DISAGREE, REFUSED
-from .common import LinkRate, Ranks, refused
+from .common import LinkRate, refused
 
 _ENV = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # inside a lab no address has a name, which is no news
 
 
+_Ranks = Annotated[
+    int | None,
+    typer.Option(parser=whole, metavar="N", help="Ranks; as many as --dp, --up and --tp need, or 2, unless given."),
+]
+
+
 @taking_options
-def train(ranks: Ranks = 2, link: LinkRate = "1gbit", **chosen: Any) -> None:
-    """Train a language model under tensor parallelism, or compare how modes train it."""
+def train(ranks: _Ranks = None, link: LinkRate = "1gbit", **chosen: Any) -> None:
+    """Train a language model in parallel, or compare how modes train it."""
     from ..train.preflight import check, check_model  # late, as whatever takes a while to load
 
     try:
         options = Options(**chosen)
+        ranks = options.least_ranks if ranks is None else ranks
         lab = Lab(ranks, link)
+        options.degrees(ranks)
         check(options)
         if options.model != "small" or options.resume:
             check_model(options)

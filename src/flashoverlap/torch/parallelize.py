@@ -1,4 +1,4 @@
-"""parallelize: tensor parallelism with hidden communication, applied to a model from outside.
+"""parallelize: tensor and sequence parallelism with hidden communication, applied to a model from outside.
 
 A plan says what becomes of which module. It is matched and looked through first, on all ranks alike; whatever cannot
 work is refused then, and the model is left as it was. Only then parameters become DTensors and modules parallel ones.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..overlap import Overlap
 from .call import eager
 from .check import check_overlap
+from .data_parallel import apply as data_parallel
 from .modules import Style
+from .modules.axes import Axes, axes_of
 from .modules.parallel import Parallel, Parallelized, become
 from .modules.rows import Dropped
 from .modules.style import Parts
@@ -40,7 +43,8 @@ def parallelize(
     attention: str | None = None,
     overlap: Overlap = Overlap(),
 ) -> nn.Module:
-    """Makes a model tensor-parallel in place; its parameters become DTensors on ``mesh``.
+    """Makes a model parallel in place, over tensors, over its sequence (Ulysses) or over both; its parameters become
+    DTensors on ``mesh``.
 
     Afterwards all ranks of the mesh call the model with the same inputs, whole sequences, and get the same loss or
     logits. Gradients need no further care: those of norms are summed over the ranks that saw their rows, biases count
@@ -48,13 +52,15 @@ def parallelize(
 
     Args:
         model: on any device, on "meta" too (then ``model.to_empty(device=...)`` and filling are yours).
-        mesh: a DeviceMesh of one dimension; ``mesh["tp"]`` of a larger one.
+        mesh: a DeviceMesh of one dimension, or with ``attention="ulysses"`` of two that are named ("up", "tp");
+            ``mesh["tp"]`` or ``mesh["up", "tp"]`` of a larger one.
         plan: a table from module-name patterns (``*`` stands for one part of a dotted name, "" for the model itself)
             to styles, or "auto" for the language models of transformers that the library knows (plans.py).
         sequence_parallel: shard the rows outside the linears too; otherwise all ranks hold all rows there.
         attention: "query_split" cuts attention and its output projection together by queries, so that both hide the
-            scatter that follows (where the model calls torch's scaled_dot_product_attention); None leaves attention
-            to the model.
+            scatter that follows (where the model calls torch's scaled_dot_product_attention). "ulysses" shards the
+            sequence over up, with whole weights there; only attention sees all of it, each rank some heads. None leaves
+            attention to the model.
         overlap: how every operator is to hide its communication.
 
     Returns:
@@ -79,41 +85,21 @@ def apply(
     attention: str | None = None,
     overlap: Overlap = Overlap(),
 ) -> nn.Module:
-    """:func:`parallelize`, with what operators are called on given by itself: a process group or a transport."""
+    """:func:`parallelize`, with what operators are called on given by itself: a process group or a transport, or one
+    for each dimension of the mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{_OP}: mesh must be a DeviceMesh, as init_device_mesh makes, not {type(mesh).__name__}")
-    transport = transport_of(mesh, _OP, torch.empty(0, device=mesh.device_type))
-    with refusing(transport):
-        if not isinstance(sequence_parallel, bool):
-            raise TypeError(f"{_OP}: sequence_parallel must be True or False, not {sequence_parallel!r}")
-        check_overlap(_OP, overlap)
-        if attention not in (None, "query_split"):
-            raise ValueError(f"{_OP}: attention={attention!r} is unknown; known: 'query_split', or None")
-        if attention is not None and not sequence_parallel:
-            raise ValueError(f"{_OP}: attention={attention!r} needs sequence_parallel=True")
-        parallel = Parallel(
-            mesh,
-            group,
-            transport.rank,
-            transport.world_size,
-            sequence_parallel=sequence_parallel,
-            attention=attention,
-            overlap=overlap,
-        )
+    axes = axes_of(_OP, mesh, group, attention)
+    transports = [transport_of(axis.group, _OP, torch.empty(0, device=mesh.device_type)) for axis in axes.all]
+    with ExitStack() as stack:
+        for transport in transports:
+            stack.enter_context(refusing(transport))
+        _check_settings(sequence_parallel, attention, overlap)
+        parallel = Parallel(axes, sequence_parallel=sequence_parallel, attention=attention, overlap=overlap)
         matched = match(model, plan)
         placements = _look(model, matched, parallel)
-    told = [
-        f"{n} {p.dtype} {list(p.shape)} {p.requires_grad} {placements.get(n)}"
-        for n, p in _all_parameters(model).items()
-    ]
-    told += [f"{name} {style.words()}" for name, style in matched.values()]
-    digest = hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
-    settings = f"{sequence_parallel=}, {attention=}, {overlap}"
-    size = sum(parameter.numel() for parameter in model.parameters())
-    shown = f"{type(model).__name__} of {size} parameters, {settings}, plan and shapes with digest {digest}"
-    agree(transport, f"{_OP} {settings} {told}", shown)
-    same = len(set(transport.exchange_cards(_digests(model)))) == 1
-    _distribute(model, placements, mesh, None if same else 0)
+    same = _agree(model, matched, placements, parallel, transports)
+    _distribute(model, placements, axes, None if same else 0)
     for module, (_, style) in matched.items():
         style.apply(module, parallel)
     if sequence_parallel:
@@ -123,7 +109,50 @@ def apply(
     for name, module in model.named_modules():
         if isinstance(module, Parallelized):
             module._path = name or type(model).__name__
+    if axes.up is not None and axes.up.size > 1 and not any(parameter.is_meta for parameter in model.parameters()):
+        sequence = mesh["up"] if mesh.ndim > 1 else mesh
+        data_parallel(model, None, axes.up.group, overlap=overlap, sequence=sequence)
+        parallel.averages_over_up = True
     return model
+
+
+def _check_settings(sequence_parallel: object, attention: object, overlap: object) -> None:
+    if not isinstance(sequence_parallel, bool):
+        raise TypeError(f"{_OP}: sequence_parallel must be True or False, not {sequence_parallel!r}")
+    check_overlap(_OP, overlap)
+    if attention not in (None, "query_split", "ulysses"):
+        raise ValueError(f"{_OP}: attention={attention!r} is unknown; known: 'query_split', 'ulysses', or None")
+    if attention is not None and not sequence_parallel:
+        raise ValueError(f"{_OP}: attention={attention!r} needs sequence_parallel=True")
+
+
+def _agree(
+    model: nn.Module,
+    matched: Mapping[nn.Module, tuple[str, Style]],
+    placements: Mapping[str, Any],
+    parallel: Parallel,
+    transports: Sequence[Any],
+) -> bool:
+    """Makes sure that all ranks of the mesh do the same; returns whether all have the same parameters, too."""
+    told = [
+        f"{n} {p.dtype} {list(p.shape)} {p.requires_grad} {placements.get(n)}"
+        for n, p in _all_parameters(model).items()
+    ]
+    told += [f"{name} {style.words()}" for name, style in matched.values()]
+    digest = hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
+    settings = f"{parallel.sequence_parallel=}, {parallel.attention=}, {parallel.overlap}".replace("parallel.", "")
+    size = sum(parameter.numel() for parameter in model.parameters())
+    shown = f"{type(model).__name__} of {size} parameters, {settings}, plan and shapes with digest {digest}"
+    card, same = _digests(model), True
+    for number, transport in enumerate(transports):  # what is found out among few is told to the others
+        with ExitStack() as stack:
+            for outer in transports[number + 1 :]:
+                stack.enter_context(refusing(outer))
+            agree(transport, f"{_OP} {settings} {told}", shown)
+        cards = transport.exchange_cards(card)
+        same = same and len(set(cards)) == 1
+        card = hashlib.blake2b(b"".join(cards), digest_size=32).digest().ljust(CARD_BYTES, b"\0")
+    return same
 
 
 def match(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[nn.Module, tuple[str, Style]]:
@@ -233,7 +262,7 @@ def _digests(model: nn.Module) -> bytes:
     return digest.digest().ljust(CARD_BYTES, b"\0")
 
 
-def _distribute(model: nn.Module, placements: Mapping[str, Any], mesh: DeviceMesh, source: int | None) -> None:
+def _distribute(model: nn.Module, placements: Mapping[str, Any], axes: Axes, source: int | None) -> None:
     """Puts DTensors where the parameters were; values come from rank ``source``, or are equal on all ranks already."""
     made: dict[nn.Parameter, Any] = {}
     names = _all_parameters(model)
@@ -241,7 +270,7 @@ def _distribute(model: nn.Module, placements: Mapping[str, Any], mesh: DeviceMes
         parameter = names[name]
         new = made.get(parameter)
         if new is None:
-            new = made[parameter] = _distributed(parameter, placement, mesh, source)
+            new = made[parameter] = _distributed(parameter, placement, axes, source)
         owner, _, last = name.rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(new, nn.ParameterList):
@@ -249,11 +278,11 @@ def _distribute(model: nn.Module, placements: Mapping[str, Any], mesh: DeviceMes
         setattr(module, last, new)
 
 
-def _distributed(parameter: nn.Parameter, placement: Any, mesh: DeviceMesh, source: int | None) -> Any:
+def _distributed(parameter: nn.Parameter, placement: Any, axes: Axes, source: int | None) -> Any:
     """The DTensor of a parameter, or a list of one for each part that lies in it."""
 
     def distributed(tensor: torch.Tensor, where: Any) -> nn.Parameter:
-        made = distribute_tensor(tensor.detach().clone(), mesh, [where], src_data_rank=source)
+        made = distribute_tensor(tensor.detach().clone(), axes.mesh, axes.placements(where), src_data_rank=source)
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     if isinstance(placement, Parts):

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..overlap import Overlap
-from ..torch.parallelize import apply
+from ..torch.data_parallel.apply import apply as data_parallel
+from ..torch.data_parallel.apply import with_sequence
+from ..torch.parallelize import apply as parallelize
 from ..torch.staging import Staging
 from ..torch.transport import Silent
 from .model import build
@@ -22,11 +24,19 @@ _STEPS = 3  # that are timed, after one that is not
 
 def compute_alone(options: Options, ranks: Ranks, text: Text, configuration: Any) -> Training:
     """A run whose operators move nothing. Its losses mean nothing."""
-    silent = Silent(ranks.rank, ranks.count, options.seq)
-    silent.staging = _ZeroStaging()
-    how: dict[str, Any] = {"attention": options.queries, "overlap": Overlap("off")}
-    model = apply(build(configuration, options, ranks.device), ranks.mesh, silent, **how)
-    return Training(model, torch.optim.AdamW(model.parameters(), **ADAMW), text, options)
+    silent = ranks.silent(options.seq)
+    for transport in silent.values():
+        transport.staging = _ZeroStaging()
+    group = [silent[name] for name in ranks.mesh.mesh_dim_names or ()]
+    how: dict[str, Any] = {"attention": options.attending, "overlap": Overlap("off")}
+    model = parallelize(build(configuration, options, ranks.device), ranks.mesh, group, **how)
+    if options.dp > 1:
+        mesh = with_sequence(model, ranks.replicas)
+        group = Silent(mesh.get_local_rank(), mesh.size())
+        group.staging = _ZeroStaging()
+        data_parallel(model, mesh, group, shard=options.sharding, overlap=Overlap("off"))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return Training(model, optimizer, text, options, silent["dp"])
 
 
 def computation_alone(options: Options, ranks: Ranks, text: Text, configuration: Any) -> float | None:

@@ -20,7 +20,7 @@ from .step import Training
 # what a checkpoint says of the run that wrote it: with other values a run goes on, but not as it would have
 _SETTINGS = (
     "seed", "data", "batch", "seq", "accumulate", "steps", "lr", "warmup", "clip", "dtype", "overlap", "splits",
-    "slices", "attention", "activation_checkpointing",
+    "slices", "attention", "activation_checkpointing", "shard",
 )  # fmt: skip
 
 
@@ -36,7 +36,8 @@ class Checkpoints:
     def __init__(self, options: Options, configuration: Any, ranks: Ranks) -> None:
         self._folder = None if options.out is None else CheckpointFolder(options.out)
         self._options, self._configuration, self._ranks = options, configuration, ranks
-        self._settings = {name: _plain(getattr(options, name)) for name in _SETTINGS} | {"ranks": ranks.count}
+        self._settings = {name: _plain(getattr(options, name)) for name in _SETTINGS}
+        self._settings |= {"ranks": ranks.count, **vars(ranks.degrees)}
 
     def begin(self, training: Training, screen: Screen) -> int:
         """Makes the folder a run's, and gives the training the state of the last checkpoint to resume from, if there

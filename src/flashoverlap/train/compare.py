@@ -21,7 +21,7 @@ from .alone import compute_alone
 from .flops import measured_again, scale_of
 from .inspection import peak_bytes, save_trace
 from .journal import Journal
-from .model import build
+from .model import parallel
 from .options import SLICES, Options
 from .ranks import Ranks
 from .result import ModeResult, largest_difference
@@ -60,9 +60,9 @@ class Comparison:
         self._options, self._ranks, self._configuration = options, ranks, configuration
 
         def training(overlap: fo.Overlap) -> Training:
-            how: dict[str, Any] = {"attention": options.queries, "overlap": overlap}
-            model = fo.parallelize(build(configuration, options, ranks.device), ranks.mesh, **how)
-            return Training(model, torch.optim.AdamW(model.parameters(), **ADAMW), text, options)
+            model = parallel(options, ranks, configuration, overlap)
+            optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+            return Training(model, optimizer, text, options, ranks.replicas)
 
         overlaps = {"off": fo.Overlap("off"), "slice": fo.Overlap("slice"), "flash": options.how()}
         self._modes = {mode: Contestant(training(overlap), ModeResult(mode)) for mode, overlap in overlaps.items()}

@@ -24,7 +24,7 @@ def scale_of(options: Options, ranks: Ranks, configuration: Any) -> Scale:
     """What turns seconds into rates; measures the matmul peak, which takes a moment."""
     flops = flops_per_token(without_memory(configuration), configuration, options.seq)
     tokens = options.tokens_per_step
-    return Scale(options.model, ranks.count, tokens, flops * tokens, matmul_peak(_dtype(options), ranks.stopwatch))
+    return Scale(options.model, ranks.degrees, tokens, flops * tokens, matmul_peak(_dtype(options), ranks.stopwatch))
 
 
 def measured_again(scale: Scale, options: Options, ranks: Ranks) -> Scale:

@@ -1,4 +1,4 @@
-"""An unchanged causal language model of transformers."""
+"""An unchanged causal language model of transformers, and the two calls that make it parallel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import flashoverlap.torch as fo
+
 from .options import Options
+from .ranks import Ranks
 
 
 def build(configuration: Any, options: Options, device: torch.device) -> nn.Module:
@@ -20,6 +23,19 @@ def build(configuration: Any, options: Options, device: torch.device) -> nn.Modu
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model.to(device).train()
+
+
+def parallel(options: Options, ranks: Ranks, configuration: Any, overlap: fo.Overlap) -> nn.Module:
+    """The model over all ranks, whose operators hide their communication as ``overlap`` says.
+
+    Raises:
+        ValueError: it cannot be spread over these ranks.
+    """
+    model = build(configuration, options, ranks.device)
+    model = fo.parallelize(model, ranks.mesh, attention=options.attending, overlap=overlap)
+    if options.dp > 1:
+        model = fo.data_parallel(model, ranks.replicas, shard=options.sharding, overlap=overlap)
+    return model
 
 
 def without_memory(configuration: Any) -> nn.Module:

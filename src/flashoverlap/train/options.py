@@ -5,19 +5,20 @@ The command line of the ranks' program and that of ``flashoverlap train`` are bo
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from ..arguments import whole
+from ..arguments import count, taking
 from ..overlap import ATTENTIONS, MODES, Overlap
+from .degrees import Degrees
 
 DTYPES = ("fp32", "bf16")
+SHARDS = ("none", "gradients", "parameters")  # as data_parallel takes them
 SLICES = (2, 4, 8)  # tried by --compare
 _CHECKPOINT_EVERY = 50
 
@@ -27,10 +28,6 @@ def _decimal(text: str | float) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a number") from None
-
-
-def _count(text: str) -> Any:
-    return typer.Option(help=text, metavar="N", parser=whole)
 
 
 def _number(text: str) -> Any:
@@ -46,7 +43,7 @@ class Options:
             the message has the option and its value.
     """
 
-    steps: Annotated[int, _count("Optimizer steps in all.")] = 100
+    steps: Annotated[int, count("Optimizer steps in all.")] = 100
     model: Annotated[str, typer.Option(help="small, or the path of a config.json of transformers.")] = "small"
     data: Annotated[
         Path | None, typer.Option(help="UTF-8 file, or folder of such. The sources of Python's library unless given.")
@@ -58,19 +55,34 @@ class Options:
     overlap: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(MODES)}. flash unless given.", metavar="MODE")
     ] = None
+    dp: Annotated[int, count("Ranks that the sequences of a batch are spread over.")] = 1
+    shard: Annotated[
+        str | None,
+        typer.Option(help=f"What --dp shards: one of {', '.join(SHARDS)}. none unless given.", metavar="WHAT"),
+    ] = None
+    up: Annotated[int, count("Ranks that the tokens of a sequence are spread over (Ulysses).")] = 1
+    tp: Annotated[
+        int | None,
+        count("Ranks that heads and features are spread over; those that --dp and --up leave, unless given."),
+    ] = None
     attention: Annotated[
-        str, typer.Option(help=f"Cut by queries, or left to the model: one of {', '.join(ATTENTIONS)}.", metavar="HOW")
-    ] = "query_split"
-    splits: Annotated[int | None, _count("Splits of flash and auto. The library's rule unless given.")] = None
-    slices: Annotated[int | None, _count("Slices of slice. 4 unless given; the best of 2, 4, 8 with --compare.")] = None
+        str | None,
+        typer.Option(
+            help="query_split: cut by queries; model: left alone; ulysses: all tokens of some heads. The last where "
+            "--up is more than 1, or else the first, unless given.",
+            metavar="HOW",
+        ),
+    ] = None
+    splits: Annotated[int | None, count("Splits of flash and auto. The library's rule unless given.")] = None
+    slices: Annotated[int | None, count("Slices of slice. 4 unless given; the best of 2, 4, 8 with --compare.")] = None
     compare: Annotated[
         bool, typer.Option("--compare", help="Run the same steps with off, slice and flash in turn, and compare them.")
     ] = False
-    batch: Annotated[int, _count("Sequences of a micro-batch.")] = 2
-    seq: Annotated[int, _count("Tokens of a sequence.")] = 1024
-    accumulate: Annotated[int, _count("Micro-batches of a step.")] = 1
+    batch: Annotated[int, count("Sequences of a micro-batch.")] = 2
+    seq: Annotated[int, count("Tokens of a sequence.")] = 1024
+    accumulate: Annotated[int, count("Micro-batches of a step.")] = 1
     lr: Annotated[float, _number("Highest learning rate.")] = 3e-4
-    warmup: Annotated[int | None, _count("Steps of linear warm-up. A fifth of all unless given, 100 at most.")] = None
+    warmup: Annotated[int | None, count("Steps of linear warm-up. A fifth of all unless given, 100 at most.")] = None
     clip: Annotated[float, _number("Largest norm of the gradient; 0 clips nothing.")] = 1.0
     dtype: Annotated[str, typer.Option(help="fp32 or bf16 (weights and AdamW stay in float32).", metavar="DTYPE")] = (
         "fp32"
@@ -78,10 +90,10 @@ class Options:
     activation_checkpointing: Annotated[
         bool, typer.Option("--activation-checkpointing", help="Compute each layer's activations anew in the backward.")
     ] = False
-    checkpoint_every: Annotated[int | None, _count(f"Steps between checkpoints, {_CHECKPOINT_EVERY} unless given.")] = (
+    checkpoint_every: Annotated[int | None, count(f"Steps between checkpoints, {_CHECKPOINT_EVERY} unless given.")] = (
         None
     )
-    seed: Annotated[int, _count("Of the weights and of the order of the text.")] = 0
+    seed: Annotated[int, count("Of the weights and of the order of the text.")] = 0
     json: Annotated[Path | None, typer.Option(help="File to write the result to.")] = None
     trace: Annotated[
         Path | None, typer.Option(help="File for a trace of one further forward and backward pass, for Perfetto.")
@@ -89,7 +101,7 @@ class Options:
     terminal: Annotated[str, typer.Option(hidden=True, help="Device of the terminal that the bar is drawn on.")] = ""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "splits", "slices", "checkpoint_every"):
+        for name in ("steps", "batch", "accumulate", "splits", "slices", "checkpoint_every", "dp", "up", "tp"):
             _check_least(name, getattr(self, name), 1)
         for name in ("warmup", "seed"):
             _check_least(name, getattr(self, name), 0)
@@ -98,14 +110,24 @@ class Options:
             raise ValueError(f"--lr {self.lr:g}: a number above 0 is needed")
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ValueError(f"--clip {self.clip:g}: a number of 0 or more is needed")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype}: unknown; known: {', '.join(DTYPES)}")
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"--attention {self.attention}: unknown; known: {', '.join(ATTENTIONS)}")
-        if self.overlap is not None and self.overlap not in MODES:
-            raise ValueError(f"--overlap {self.overlap}: unknown; known: {', '.join(MODES)}")
+        _check_name("dtype", self.dtype, DTYPES)
+        _check_name("attention", self.attention, (*ATTENTIONS, "ulysses"))
+        _check_name("shard", self.shard, SHARDS)
+        _check_name("overlap", self.overlap, MODES)
+        self._check_degrees()
         self._check_contradictions()
         self.how()
+
+    def _check_degrees(self) -> None:
+        if self.batch % self.dp:
+            raise ValueError(f"--batch {self.batch}: cannot be spread evenly over --dp {self.dp}")
+        if self.shard is not None and self.dp == 1:
+            raise ValueError(f"--shard {self.shard}: shards over --dp N, which is 1")
+        if self.attention is not None and (self.attention == "ulysses") != (self.up > 1):
+            raise ValueError(
+                f"--attention {self.attention}: does not go with --up {self.up}; tokens are spread with ulysses, and "
+                "with nothing else"
+            )
 
     def _check_contradictions(self) -> None:
         if self.compare and self.overlap is not None:
@@ -126,10 +148,30 @@ class Options:
         """The mode of a plain run."""
         return self.overlap or "flash"
 
+    def degrees(self, ranks: int) -> Degrees:
+        """How so many ranks are used.
+
+        Raises:
+            ValueError: the degrees do not make up the ranks.
+        """
+        return Degrees.of(ranks, self.dp, self.up, self.tp)
+
     @property
-    def queries(self) -> str | None:
+    def least_ranks(self) -> int:
+        """The ranks that the degrees ask for; 2 where none is given."""
+        given = self.dp * self.up * (self.tp or 1)
+        return 2 if (self.dp, self.up, self.tp) == (1, 1, None) else given
+
+    @property
+    def sharding(self) -> str:
+        """What data_parallel is told of sharding."""
+        return self.shard or "none"
+
+    @property
+    def attending(self) -> str | None:
         """What parallelize is told of attention."""
-        return None if self.attention == "model" else self.attention
+        chosen = self.attention or ("query_split" if self.up == 1 else "ulysses")
+        return None if chosen == "model" else chosen
 
     def how(self) -> Overlap:
         """How the operators of a plain run are called.
@@ -171,6 +213,11 @@ class Options:
         return words
 
 
+def _check_name(name: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise ValueError(f"--{name} {value}: unknown; known: {', '.join(known)}")
+
+
 def _check_least(name: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise ValueError(f"--{name.replace('_', '-')} {value}: at least {least} is needed")
@@ -178,17 +225,4 @@ def _check_least(name: str, value: int | None, least: int) -> None:
 
 def taking_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a function of ``**chosen`` all options as parameters, for typer to make a command line of."""
-    hints = get_type_hints(Options, include_extras=True)
-    own = [
-        each for each in inspect.signature(function, eval_str=True).parameters.values() if each.kind != each.VAR_KEYWORD
-    ]
-    chosen = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
-        for each in fields(Options)
-        if each.default is not MISSING
-    ]
-    parameters = [*chosen[:1], *own, *chosen[1:]]
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-    function.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    function.__annotations__ = {each.name: each.annotation for each in parameters}
-    return function
+    return taking(Options)(function)

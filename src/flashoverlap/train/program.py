@@ -1,9 +1,11 @@
-"""Trains a language model under tensor parallelism, with its communication hidden behind its computation.
+"""Trains a language model in parallel, with its communication hidden behind its computation.
 
     torchrun --nproc-per-node 2 examples/train.py --steps 20
     flashoverlap train --ranks 2 --link 1gbit --steps 20      # the same program, with rate-limited links between ranks
+    flashoverlap train --up 2 --tp 2 --link 1gbit --steps 20  # tokens over two ranks, heads and features over two
 
-Every rank builds an unchanged model of transformers; one call parallelizes it. The rest is an ordinary loop.
+Every rank builds an unchanged model of transformers, and a call or two parallelize it (``parallel`` in
+flashoverlap/train/model.py). The rest is an ordinary loop.
 """
 
 from __future__ import annotations
@@ -13,17 +15,16 @@ from typing import Any
 import torch
 import typer
 
-import flashoverlap.torch as fo
 from flashoverlap.train.alone import computation_alone
 from flashoverlap.train.checkpoint import Checkpoints
 from flashoverlap.train.compare import Comparison
 from flashoverlap.train.flops import measured_again, scale_of
 from flashoverlap.train.inspection import peak_bytes, save_trace
 from flashoverlap.train.journal import Journal
-from flashoverlap.train.model import build
+from flashoverlap.train.model import parallel
 from flashoverlap.train.options import Options, taking_options
 from flashoverlap.train.preflight import check, check_model
-from flashoverlap.train.ranks import Ranks, joined
+from flashoverlap.train.ranks import Ranks, joined, started
 from flashoverlap.train.refusal import DISAGREE, refusing
 from flashoverlap.train.result import ModeResult
 from flashoverlap.train.screen import Screen
@@ -34,10 +35,9 @@ from flashoverlap.train.text import Text
 def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen: Screen) -> None:
     """Trains in one mode."""
     with refusing():  # nothing has been written yet
-        model = build(configuration, options, ranks.device)
-        model = fo.parallelize(model, ranks.mesh, attention=options.queries, overlap=options.how())
+        model = parallel(options, ranks, configuration, options.how())
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        training = Training(model, optimizer, text, options)
+        training = Training(model, optimizer, text, options, ranks.replicas)
 
     scale = scale_of(options, ranks, configuration)
     alone_s = computation_alone(options, ranks, text, configuration)
@@ -62,13 +62,16 @@ def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen
 
 
 def main(**chosen: Any) -> None:
-    """Train a language model under tensor parallelism, with its communication hidden behind its computation."""
+    """Train a language model in parallel, with its communication hidden behind its computation."""
     with refusing():
         options = Options(**chosen)
         text, configuration = check(options), check_model(options)
-    with joined() as ranks:
+        degrees = options.degrees(started())
+    with joined(degrees) as ranks:
         screen = Screen(ranks.rank, options.terminal)
-        screen.say(f"{options.model} on {ranks.count} ranks; text: {text.name}, {len(text.content):,} tokens")
+        screen.say(
+            f"{options.model} on {ranks.count} ranks ({degrees}); text: {text.name}, {len(text.content):,} tokens"
+        )
         if not options.compare:
             train(options, ranks, text, configuration, screen)
             return

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from .degrees import Degrees
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -14,14 +16,14 @@ class Scale:
 
     Args:
         model: what ``--model`` says.
-        ranks: how many there are.
+        degrees: over how many ranks the model is trained in which way.
         tokens: of a step.
         flops: floating-point operations that the model asks for in a step.
         peak_flops_per_s: of all ranks together, measured.
     """
 
     model: str
-    ranks: int
+    degrees: Degrees
     tokens: int
     flops: float
     peak_flops_per_s: float
@@ -71,7 +73,8 @@ class ModeResult:
 def as_json(results: Sequence[ModeResult], scale: Scale) -> dict[str, Any]:
     """The result file, schema 1."""
     modes = [result.as_json(scale) for result in results]
-    return {"schema": 1, "model": scale.model, "ranks": scale.ranks, "modes": modes}
+    degrees = scale.degrees
+    return {"schema": 1, "model": scale.model, "ranks": degrees.count, "degrees": vars(degrees), "modes": modes}
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:

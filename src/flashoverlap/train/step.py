@@ -13,6 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+import flashoverlap.torch as fo
+
+from ..torch.transport import Silent, transport_of
 from .learning_rate import learning_rate
 from .options import Options
 from .text import Text
@@ -38,10 +41,19 @@ class Training:
         optimizer: of its parameters.
         text: what batches are drawn from.
         options: of the run.
+        replicas: of the model, over which a batch is spread: their group, or a transport; None where there is one.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, options: Options) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        text: Text,
+        options: Options,
+        replicas: Any = None,
+    ) -> None:
         self.model, self.optimizer, self._text, self._options = model, optimizer, text, options
+        self._replicas = Silent() if replicas is None else replicas
         self._device = next(model.parameters()).device
 
     def step(self, number: int) -> Taken:
@@ -59,17 +71,27 @@ class Training:
     def forward_backward(self, number: int) -> torch.Tensor:
         """Adds the gradients of the mean loss over all micro-batches of a step; returns that loss."""
         options = self._options
-        # for dropout: the same on all ranks, in all modes and after a resume; parallelize varies it where it has to
-        torch.manual_seed(zlib.crc32(f"{options.seed} {number}".encode()))
+        replicas = transport_of(self._replicas, like=torch.empty(0, device=self._device))
+        # for dropout: the same on all ranks of a replica, in all modes and after a resume; parallelize varies it where
+        # it has to
+        seed = f"{options.seed} {number}" + (f" {replicas.rank}" if replicas.rank else "")
+        torch.manual_seed(zlib.crc32(seed.encode()))
         losses = []
-        for tokens in self._text.step(number, options.accumulate, options.batch, options.seq, options.seed):
-            ids = torch.from_numpy(tokens).to(self._device)
+        batches = self._text.step(number, options.accumulate, options.batch, options.seq, options.seed)
+        for count, tokens in enumerate(batches, 1):
+            ids = torch.from_numpy(tokens).to(self._device).chunk(replicas.world_size)[replicas.rank]
             half = torch.autocast(self._device.type, torch.bfloat16) if options.dtype == "bf16" else nullcontext()
-            with half:
-                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-            (loss / options.accumulate).backward()  # micro-batches have equally many tokens: the mean over all of them
+            with self._exchanging(count == options.accumulate):
+                with half:
+                    loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+                (loss / options.accumulate).backward()  # micro-batches have equally many tokens: the mean over all
             losses.append(loss.detach().float())
-        return torch.stack(losses).mean()
+        return fo.all_reduce(torch.stack(losses).mean(), group=replicas) / replicas.world_size
+
+    def _exchanging(self, wanted: bool) -> Any:
+        """Within, gradients are exchanged between replicas if they are wanted: of the last micro-batch, for all."""
+        model: Any = self.model
+        return nullcontext() if wanted or not hasattr(model, "no_sync") else model.no_sync()
 
     def state(self) -> dict[str, Any]:
         """Weights and optimizer, as checkpoints hold them: shards, under the names that the model has for them."""

@@ -19,8 +19,8 @@ def comparison(results: Sequence[ModeResult], scale: Scale, options: Options) ->
     """A row a mode: losses and their largest relative difference to those of the first mode, medians over the steps,
     and the peak memory of the rank that needs most."""
     title = (
-        f"{scale.model}, {scale.ranks} ranks, {options.steps} steps of {scale.tokens} tokens, {options.dtype}; "
-        f"matmul peak {scale.peak_flops_per_s / 1e9:.0f} GFLOP/s"
+        f"{scale.model}, {scale.degrees.count} ranks ({scale.degrees}), {options.steps} steps of {scale.tokens} "
+        f"tokens, {options.dtype}; matmul peak {scale.peak_flops_per_s / 1e9:.0f} GFLOP/s"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for index, head in enumerate(_HEADS):

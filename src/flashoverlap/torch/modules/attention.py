@@ -6,6 +6,9 @@ hidden   [B, S_r, K] own rows in; q [B, S, H/n * D], k and v [B, S, G/n * D] all
 
 Where G is less than n, n/G ranks share a key/value head: its weights are whole on every rank, which uses the rows of
 its own head, and their gradients are summed over all ranks.
+
+Under Ulysses own rows are a part of those of an up, of which each rank of tp has some heads; these are spread over up
+for the length of the model's own code (head_exchange.py).
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from typing import Any
 
 from torch import nn
 
+from ..functional.shares import Shares
+from .head_exchange import become_heads_row, into_heads
+from .heads import HeadShare
 from .lazy_attention import PutOff
 from .lazy_rows import LazyRows, own_rows
 from .linear import RowParallel, become_column, column_placements, columns, is_transposed
@@ -31,33 +37,6 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _GROUPS = ("num_key_value_groups", "n_rep")
 
 
-class HeadShare:
-    """Which heads a rank computes.
-
-    Args:
-        query: H.
-        key_value: G.
-        features: D.
-
-    Raises:
-        ValueError: heads that the ranks cannot share.
-    """
-
-    def __init__(self, query: int, key_value: int, features: int, rank: int, world_size: int) -> None:
-        tp = world_size
-        if query % tp:
-            raise ValueError(f"{query} query heads cannot be spread over {tp} ranks")
-        if key_value % tp and tp % key_value:
-            raise ValueError(f"{key_value} key/value heads can neither be spread over {tp} ranks nor shared by them")
-        if query % key_value:
-            raise ValueError(f"{query} query heads cannot share {key_value} key/value heads")
-        self.query, self.key_value, self.features = query, key_value, features
-        self.own_query, self.own_key_value = query // tp, max(1, key_value // tp)
-        shared = key_value < tp
-        first = rank * key_value // tp * features
-        self.key_value_rows = range(first, first + features) if shared else None
-
-
 class Attention(Parallelized):
     """An attention module of which each rank computes some heads."""
 
@@ -65,13 +44,15 @@ class Attention(Parallelized):
 
     _columns: Sequence[str]
     _hidden: str
+    _shares: Sequence[Shares]
     _told: set[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, with q, k and v made beforehand."""
         hidden = args[0] if args else kwargs[self._hidden]
         linears: Any = [self.get_submodule(name) for name in self._columns]
-        outputs = columns(hidden, linears)
+        up = self._parallel.up
+        outputs = columns(hidden, linears) if up is None else into_heads(hidden, linears, self._shares)
         ready = dict(zip(linears, outputs, strict=True))
         count = outputs[0].shape[-2]
         rows: Any = LazyRows(own_rows(hidden), count, self._parallel, ready, True)  # pyright: ignore[reportCallIssue]
@@ -79,7 +60,7 @@ class Attention(Parallelized):
             args = (rows, *args[1:])
         else:
             kwargs[self._hidden] = rows
-        put_off = PutOff() if self._parallel.attention == "query_split" else nullcontext()
+        put_off = PutOff(self._parallel.axes.number) if self._parallel.attention else nullcontext()
         with of_this_rank(self._parallel, rows.device, self.training and _dropout_of(self) > 0), put_off:
             out = super().forward(*args, **kwargs)
         if isinstance(put_off, PutOff):
@@ -90,7 +71,8 @@ class Attention(Parallelized):
     def _tell(self, refusals: Sequence[str]) -> None:
         """Says once that attention is not cut by queries although it was asked for, or raises where strict."""
         for refusal in refusals:
-            text = f"{self._path}: attention is not cut by queries, as attention='query_split' asks: {refusal}"
+            asked = f"as attention={self._parallel.attention!r} asks"
+            text = f"{self._path}: attention is not cut by queries, {asked}: {refusal}"
             if self._parallel.overlap.strict:
                 raise RuntimeError(text)
             if refusal not in self._told:
@@ -154,7 +136,11 @@ class ParallelAttention(Style):
         heads = self._heads(module, parallel)
         for column, linear in zip(self.columns, submodules(module, self.columns), strict=True):
             become_column(linear, parallel, self._parts(column, heads)[1])
-        RowParallel().apply(module.get_submodule(self.out), parallel)
+        out = module.get_submodule(self.out)
+        if parallel.up is None:
+            RowParallel().apply(out, parallel)
+        else:
+            become_heads_row(out, parallel, heads.features_of(0), transposed=is_transposed(out))
         for _, other in self._others(module):
             become_whole(other, parallel, summed=True)
         self._tell_sizes(module, heads)
@@ -166,6 +152,7 @@ class ParallelAttention(Style):
             parallel,
             _columns=self.columns,
             _hidden=self.hidden,
+            _shares=[heads.features_of(0), heads.features_of(1), heads.features_of(1)],
             _told=set(),
         )
 
@@ -180,7 +167,7 @@ class ParallelAttention(Style):
         inputs = weight.shape[0 if is_transposed(out) else 1]
         if inputs % query:
             raise ValueError(f"{self.out} takes {inputs} features, which are not those of {query} heads")
-        return HeadShare(query, groups, inputs // query, parallel.rank, parallel.world_size)
+        return HeadShare(query, groups, inputs // query, parallel)
 
     def _parts(self, column: str, heads: HeadShare) -> tuple[tuple[int, ...], list[range | None]]:
         query, key_value = heads.query * heads.features, heads.key_value * heads.features

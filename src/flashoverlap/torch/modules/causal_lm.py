@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..functional import vocab_parallel_cross_entropy
-from .parallel import Parallel, Parallelized, become, full_state_dict, whole_value
+from ..call import eager
+from ..functional import all_reduce, vocab_parallel_cross_entropy
+from .logits import LazyLogits, whole_logits
+from .parallel import Parallel, Parallelized, become, full_state_dict
+from .sequence import check_alike, of_own_up, refusing_over_up
 from .style import Style
 from .vocabulary import own_entries
 
@@ -24,7 +27,7 @@ class LanguageModel(Parallelized):
     def save_pretrained(self, save_directory: Any, **settings: Any) -> None:
         """Saves the whole model as transformers does, dense and under its own names; all ranks call, rank 0 writes."""
         state = full_state_dict(self)
-        if self._parallel.rank == 0:
+        if self._parallel.axes.number == 0:
             base: Any = super()
             base.save_pretrained(save_directory, state_dict=state, **settings)
 
@@ -35,12 +38,19 @@ class LanguageModel(Parallelized):
                 raise ValueError(f"{what}: hidden states and attentions of a parallelized model are sharded, not whole")
         out = super().forward(*args, **kwargs)
         if isinstance(out, tuple):
-            return out if kwargs.get("labels") is not None else tuple(map(whole_value, out))
-        if getattr(out, "loss", None) is None:
-            out.logits = whole_value(out.logits)
+            at = 1 if kwargs.get("labels") is not None else 0
+            return (*out[:at], self._logits(out[at], at == 1), *out[at + 1 :])
+        out.logits = self._logits(out.logits, getattr(out, "loss", None) is not None)
         return out
 
+    def _logits(self, logits: torch.Tensor, has_loss: bool) -> torch.Tensor:
+        """Logits as they are given: whole, or where a loss was taken of them, as they are, to be gathered if read."""
+        if not has_loss:
+            return whole_logits(logits, self._parallel)
+        return logits if self._parallel.up is None else LazyLogits(logits, self._parallel)
 
+
+@eager
 def causal_lm_loss(
     parallel: Parallel,
     logits: torch.Tensor,
@@ -55,7 +65,7 @@ def causal_lm_loss(
 
     Args:
         parallel: of the model.
-        logits: DTensor ``[B, S, V]``.
+        logits: DTensor ``[B, S, V]``; under Ulysses the rows of the own up ``[B, S_u, V]``.
         labels: ``[B, S]``; row s is to predict label s + 1.
         vocab_size: V.
         num_items_in_batch: what the sum over tokens is divided by; None takes the number of valid labels.
@@ -64,16 +74,25 @@ def causal_lm_loss(
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    shift_labels = shift_labels.to(logits.device)
+    count: Any = num_items_in_batch
+    if parallel.up is not None:
+        check_alike("CausalLM", "labels", shift_labels, parallel)
+        if count is None:  # a mean over the rows of an up would count them by how many others that up has
+            count = (shift_labels != ignore_index).sum().clamp(min=1)
     here = logits.to_local() if isinstance(logits, DTensor) else logits
-    loss = vocab_parallel_cross_entropy(
-        here,
-        shift_labels.to(here.device).contiguous(),
-        group=parallel.group,
-        first=own_entries(vocab_size, parallel).start,
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum",
-    )
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    with refusing_over_up("CausalLM", parallel, here):
+        loss = vocab_parallel_cross_entropy(
+            here,
+            of_own_up(shift_labels, parallel).contiguous(),
+            group=parallel.group,
+            first=own_entries(vocab_size, parallel).start,
+            ignore_index=ignore_index,
+            reduction="mean" if count is None else "sum",
+        )
+    if parallel.up is not None:
+        loss = all_reduce(loss, **parallel.along(parallel.up))
+    return loss if count is None else loss / count
 
 
 class CausalLM(Style):

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..functional import all_gather, sum_gradient
 from .lazy import Lazy, shape_after
 from .parallel import Parallel
+from .sequence import gather_rows, summed_over_all
 
 
 class LazyRows(Lazy):
@@ -55,9 +55,8 @@ class LazyRows(Lazy):
     def all(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The rows themselves, gathered when they are first asked for."""
         if self._all is None:
-            call = self._parallel.call
-            rows = all_gather(self.here, **call) if self._parallel.sequence_parallel else self.here
-            self._all = sum_gradient(rows, **call) if self._partial else rows
+            rows = gather_rows(self.here, self._parallel) if self._parallel.sequence_parallel else self.here
+            self._all = summed_over_all(rows, self._parallel) if self._partial else rows
         return self._all
 
     def reshaped(self, func: Callable[..., Any], args: Sequence[Any]) -> LazyRows | None:

@@ -15,46 +15,48 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...overlap import Overlap
 from ...report import placed
 from ..functional import sum_gradient
+from .axes import Axes, Axis
 
 
 class Parallel:
     """How one model is parallelized: the same object in all its modules and in their deep copies.
 
     Args:
-        mesh: of one dimension; parameters are DTensors on it.
-        group: what the operators are called on: the mesh's process group, or a transport.
-        rank: of this process in the group.
-        world_size: of the group.
+        axes: the mesh that parameters are DTensors on, and what its dimensions are for.
         sequence_parallel: whether rows are sharded outside the linears.
-        attention: None, or "query_split" where attention is to hide the scatter that follows it.
+        attention: None; "query_split" where attention is to hide the scatter that follows it; "ulysses" where rows are
+            sharded over ``axes.up``, and attention sees all rows of own heads.
         overlap: how operators are to hide their communication.
+
+    Attributes:
+        up: of the axes.
+        group: what the operators of tensor parallelism are called on.
+        rank: of this process in that group.
+        world_size: of that group.
+        averages_over_up: whether gradients become means over up behind the backward pass, as data_parallel has it;
+            otherwise they are summed where autograd comes to them.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        group: Any,
-        rank: int,
-        world_size: int,
-        *,
-        sequence_parallel: bool,
-        attention: str | None,
-        overlap: Overlap,
-    ) -> None:
-        self.mesh, self.group, self.rank, self.world_size = mesh, group, rank, world_size
+    def __init__(self, axes: Axes, *, sequence_parallel: bool, attention: str | None, overlap: Overlap) -> None:
+        self.axes, self.up = axes, axes.up
+        self.group, self.rank, self.world_size = axes.tp
         self.sequence_parallel, self.attention, self.overlap = sequence_parallel, attention, overlap
+        self.averages_over_up = False
         self.outer_random: list[torch.Tensor] = []  # see random.py
 
     @property
     def call(self) -> dict[str, Any]:
-        """The keyword arguments that every operator takes."""
+        """The keyword arguments that every operator takes, to be called on the ranks of tensor parallelism."""
         return {"group": self.group, "overlap": self.overlap}
+
+    def along(self, axis: Axis) -> dict[str, Any]:
+        """The same, to be called on the ranks of an axis."""
+        return {"group": axis.group, "overlap": self.overlap}
 
     def __deepcopy__(self, memo: Any) -> Parallel:
         return self  # a process group cannot be copied, and need not be
@@ -134,15 +136,28 @@ def whole_value(tensor: Any) -> Any:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter that is here; its gradient finds its way back."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def local(parameter: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """The part of a parameter that is here, used on rows that no other up has: its gradient is summed over up."""
+    here = _here(parameter)
+    if parallel.up is None or not here.requires_grad:
+        return here
+    if not parallel.averages_over_up:
+        return sum_gradient(here, **parallel.along(parallel.up))
+    ranks, here = parallel.up.size, here.view_as(here)
+    here.register_hook(lambda gradient: gradient * ranks)
+    return here
 
 
 def whole(parameter: torch.Tensor, parallel: Parallel, summed: bool) -> torch.Tensor:
     """A replicated parameter; with ``summed`` its gradient is the sum over ranks, each of which saw a part."""
-    here = local(parameter)
-    return sum_gradient(here, **parallel.call) if summed and here.requires_grad else here
+    if not summed:
+        return _here(parameter)
+    here = local(parameter, parallel)
+    return sum_gradient(here, **parallel.call) if parallel.world_size > 1 else here
+
+
+def _here(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextmanager

@@ -8,12 +8,10 @@ import torch
 from torch import nn
 
 from ...report import placed
-from ..call import Call, eager
-from ..functional import split
-from ..transport import transport_of
 from .lazy_rows import LazyRows, all_rows, own_rows
 from .parallel import Parallel, Parallelized, become, replaced, whole
 from .random import of_all_ranks, of_this_rank
+from .sequence import count_rows, split_rows
 from .style import Style, replicated
 
 
@@ -28,7 +26,7 @@ class LooksFull(Parallelized):
         if not self._looks_full:
             return out
         with placed(self._path):
-            return LazyRows(out, sum(rows_of_all(out, self._parallel)), self._parallel)
+            return LazyRows(out, count_rows(out, self._parallel), self._parallel)
 
 
 class Whole(LooksFull):
@@ -42,20 +40,13 @@ class Whole(LooksFull):
         """What the module does: on own rows where each rank is to see its own, or else on all rows."""
         rows = own_rows if self._summed else all_rows
         here = {
-            (module, name): whole(parameter, self._parallel, self._summed)
+            (module, name): whole(getattr(module, name), self._parallel, self._summed)  # which data_parallel may change
             for module in self.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None
         }
         with replaced(here):
             return super().forward(*map(rows, args), **{name: rows(arg) for name, arg in kwargs.items()})
-
-
-@eager
-def rows_of_all(own: torch.Tensor, parallel: Parallel) -> tuple[int, ...]:
-    """How many rows each rank holds of ``own [..., M_r, K]``."""
-    call = Call("SequenceParallel", transport_of(parallel.group, "SequenceParallel", own), parallel.overlap, own)
-    return call.agree_rows(f"features={own.shape[-1]}", f"rows {list(own.shape)}", own.shape[-2])
 
 
 def become_whole(module: nn.Module, parallel: Parallel, *, summed: bool, looks_full: bool = False) -> None:
@@ -115,7 +106,7 @@ class _Split(Parallelized):
         """Before the module's own hooks and checkpoints, which then see ordinary tensors of own rows."""
         x, *rest = args or (kwargs.pop("hidden_states"),)
         with placed(self._path):
-            own = x.here if isinstance(x, LazyRows) else split(x, **self._parallel.call)
+            own = x.here if isinstance(x, LazyRows) else split_rows(x, self._parallel)
         with of_this_rank(self._parallel, own.device, _draws(self)):
             return super().__call__(own, *rest, **kwargs)
 

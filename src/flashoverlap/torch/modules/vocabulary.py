@@ -7,27 +7,26 @@ head        weight [V_r, K]: all rows of the own entries, ``logits [B, S, V_r]``
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..call import Call, eager
-from ..functional import all_reduce, reduce_scatter
-from ..transport import refusing, transport_of
+from ..functional import all_reduce, reduce_scatter, split
+from .lazy_rows import LazyRows
 from .linear import Column, ColumnParallel, columns
 from .parallel import Parallel, become, local, replaced
 from .rows import LooksFull
+from .sequence import check_alike, of_own_up
 from .style import Style, shard
 
 
 def own_entries(size: int, parallel: Parallel) -> range:
-    """The entries of a vocabulary that are on this rank, by the rule of DTensor."""
-    (count,), (first,) = compute_local_shape_and_global_offset((size,), parallel.mesh, [Shard(0)])
-    return range(first, first + count)
+    """The entries of a vocabulary that are on this rank, by the rule of torch.chunk, as DTensor has it."""
+    each = -(-size // parallel.world_size)
+    first = min(parallel.rank * each, size)
+    return range(first, min(first + each, size))
 
 
 class Embedding(LooksFull):
@@ -39,29 +38,28 @@ class Embedding(LooksFull):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Own rows of the embedded ids (or all rows, without sequence parallelism)."""
         parallel = self._parallel
-        _same_ids(ids, self._size, parallel)
+        _check_ids(ids, self._size, parallel)
+        ids = of_own_up(ids, parallel)
         elsewhere = (ids < self._entries.start) | (ids >= self._entries.stop)
         here = (ids - self._entries.start).masked_fill(elsewhere, 0)
-        with replaced({(self, "weight"): local(self.weight)}):  # pyright: ignore[reportArgumentType]
+        with replaced({(self, "weight"): local(self.weight, parallel)}):  # pyright: ignore[reportArgumentType]
             partial = super().forward(here).masked_fill(elsewhere[..., None], 0.0)
         if not parallel.sequence_parallel:
             return all_reduce(partial, **parallel.call)
         return reduce_scatter(partial, **parallel.call)
 
 
-@eager
-def _same_ids(ids: torch.Tensor, size: int, parallel: Parallel) -> None:
+def _check_ids(ids: torch.Tensor, size: int, parallel: Parallel) -> None:
     """Refuses ids that are out of range or differ between ranks, on every rank."""
     op = "VocabParallelEmbedding"
-    transport = transport_of(parallel.group, op, ids)
-    with refusing(transport):
+
+    def check() -> None:
         if ids.is_floating_point() or ids.is_complex():
             raise TypeError(f"{op}: ids are {ids.dtype}; whole numbers are needed")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             raise IndexError(f"{op}: ids {int(ids.min())} to {int(ids.max())} with {size} entries")
-    digest = hashlib.blake2b(ids.detach().cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
-    said = f"ids {list(ids.shape)} with digest {digest}; all ranks of a tensor-parallel group take the same ids"
-    Call(op, transport, parallel.overlap, torch.empty(0, device=ids.device)).agree("", said, said)
+
+    check_alike(op, "ids", ids, parallel, check)
 
 
 class VocabParallelEmbedding(Style):
@@ -97,14 +95,17 @@ class Head(Column):
     _size: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits ``[..., S, V]`` of all rows as a DTensor that is sharded by vocabulary."""
+        """Logits ``[..., S, V]`` of all rows as a DTensor that is sharded by vocabulary; of the rows of the own up,
+        where there is one."""
+        parallel = self._parallel
+        if parallel.up is not None and self._all_rows and not isinstance(x, LazyRows):
+            x = split(x, **parallel.along(parallel.up))
         logits = columns(x, [self], self._all_rows)[0]
-        size = (*logits.shape[:-1], self._size)
-        placement = [Shard(logits.dim() - 1)]
-        stride = torch.empty(size, device="meta").stride()
-        return DTensor.from_local(
-            logits, self._parallel.mesh, placement, run_check=False, shape=torch.Size(size), stride=stride
-        )
+        if parallel.axes.tp_mesh is None:
+            return logits
+        size = torch.Size((*logits.shape[:-1], self._size))
+        placement, stride = [Shard(logits.dim() - 1)], torch.empty(size, device="meta").stride()
+        return DTensor.from_local(logits, parallel.axes.tp_mesh, placement, run_check=False, shape=size, stride=stride)
 
 
 class VocabParallelHead(ColumnParallel):
