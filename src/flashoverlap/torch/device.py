@@ -27,6 +27,11 @@ class _Round:
     def __init__(self, name: str, works: Sequence[Any], finish: Callable[[], None] | None = None) -> None:
         self.name, self._works, self._finish = name, list(works), finish
 
+    @property
+    def arrived(self) -> bool:
+        """Whether the backend is through with it."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> float:
         """Orders the current stream behind the transfer."""
         try:

@@ -35,7 +35,8 @@ from ..trace import Span
 from .collectives import COLLECTIVES
 from .errors import PeerError, reason
 from .lastwords import LastWords
-from .rendezvous import private_groups
+from .planned import Planned
+from .rendezvous import members, private_groups
 from .staging import Staging
 from .transport import CARD_BYTES, DONE
 
@@ -94,6 +95,11 @@ class _Transfer:
         finally:
             self._gate.release()
 
+    @property
+    def arrived(self) -> bool:
+        """Whether a thread has completed it."""
+        return not self._gate.locked()
+
     def wait(self) -> float:
         """Waits at the gate, probing the peer meanwhile; returns the seconds that this took."""
         blocked_s = 0.0
@@ -135,7 +141,7 @@ class _Waiter:
             self.thread.join(_PROBE_S)
 
 
-class Gloo:
+class Gloo(Planned):
     """Pieces of CPU tensors over gloo, between the ranks of ``group``.
 
     Building it is collective over the group and uses the group for a few small messages with a tag of their own;
@@ -145,6 +151,7 @@ class Gloo:
     def __init__(self, group: Any, device: torch.device = torch.device("cpu")) -> None:
         self.rank: int = group.rank()
         self.world_size: int = group.size()
+        self.members = members(group)
         self.staging = Staging()
         self.spans: list[Span] | None = None
         self.busy = threading.Lock()

@@ -32,6 +32,14 @@ def gloo_backend(group: Any) -> Any | None:
     return backend if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
+def members(group: Any) -> tuple[int, ...]:
+    """The group's ranks among all of the job; none for a group that torch has not registered."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return ()
+
+
 def private_groups(group: Any, device: torch.device, names: tuple[str, ...]) -> list[Any]:
     """Makes one gloo group for each name; collective over ``group``, whose time-out and network devices they take.
 

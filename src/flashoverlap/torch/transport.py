@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend  # pyright: ignore[reportMissingModuleSource]
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..machine import Machine
 from ..patterns import split_sizes
 from ..trace import Span
 from .errors import PeerError, naming
+from .planned import Planned
 from .staging import Staging
 
 
@@ -31,6 +33,11 @@ class Ticket(Protocol):
     name: str
     posted_s: float
     done_s: float
+
+    @property
+    def arrived(self) -> bool:
+        """Whether a wait would return at once."""
+        ...
 
     def wait(self) -> float:
         """Returns once the bytes have moved: the seconds that this took. Raises PeerError."""
@@ -42,11 +49,15 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    members: tuple[int, ...]
+    """The ranks among all of the job, where torch knows them."""
     staging: Staging
     calls: int
     """Agreements and refusals so far, as many on every rank."""
     spans: list[Span] | None
     """Where set, what every call did when is appended here."""
+    machine: Machine | None
+    """What calls are planned with, the same on every rank (:class:`~flashoverlap.torch.planned.Planned`)."""
 
     def exchange_cards(self, card: bytes) -> list[bytes]:
         """Every rank's card, by rank; blocks until all have called. Cards have :data:`CARD_BYTES` bytes."""
@@ -85,6 +96,7 @@ class Done:
 
     name = ""
     posted_s = done_s = 0.0
+    arrived = True
 
     def wait(self) -> float:
         """Nothing to wait for."""
@@ -94,8 +106,11 @@ class Done:
 DONE = Done()
 
 
-class Silent:
+class Silent(Planned):
     """A transport that moves nothing: a group of one rank, or the measure of what computation alone costs."""
+
+    measures = False
+    members = ()
 
     def __init__(self, rank: int = 0, world_size: int = 1, rows: int | None = None) -> None:
         """``rows`` are those of all ranks together, where their shards may be unequal."""
@@ -108,11 +123,13 @@ class Silent:
 
     def exchange_cards(self, card: bytes) -> list[bytes]:
         """The own card, as if all ranks agreed, with the rows of equal shards, or of those that are known."""
-        ok, digest, own = _CARD.unpack_from(card)
+        ok, digest, own, more = _CARD.unpack_from(card)
         sizes = [own] * self.world_size
         if self._rows is not None and own == split_sizes(self._rows, self.world_size)[self.rank]:
             sizes = split_sizes(self._rows, self.world_size)
-        return [_CARD.pack(ok, digest, size) + card[_CARD.size :] for size in sizes] if ok else [card] * self.world_size
+        if not ok:
+            return [card] * self.world_size
+        return [_CARD.pack(ok, digest, size, more) + card[_CARD.size :] for size in sizes]
 
     def refuse(self, card: bytes) -> None:
         """There is nobody to tell."""
@@ -141,7 +158,7 @@ class Silent:
 # --- agreement --------------------------------------------------------------------------------------------------------
 
 CARD_BYTES = 1024
-_CARD = struct.Struct("<?16sq")
+_CARD = struct.Struct("<?16sqq")
 _TEXT_BYTES = CARD_BYTES - _CARD.size
 
 
@@ -165,15 +182,18 @@ def agree(transport: Transport, shared: str, shown: str, rows: int = 0) -> list[
         ValueError: on every rank, where ``shared`` differs between ranks; with what each of them said.
         PeerError: a peer has refused its arguments, died or did not call within the time-out.
     """
+    return [count for count, _ in agree_twice(transport, shared, shown, rows)]
+
+
+def agree_twice(transport: Transport, shared: str, shown: str, rows: int, more: int = 0) -> list[tuple[int, int]]:
+    """:func:`agree` with two numbers of each rank's own."""
     text = shown.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    cards = transport.exchange_cards(_CARD.pack(True, _digest(shared), rows) + text)
+    cards = transport.exchange_cards(_CARD.pack(True, _digest(shared), rows, more) + text)
     said = [_CARD.unpack_from(card) for card in cards]
-    if all(ok and digest == said[0][1] for ok, digest, _ in said):
-        return [count for _, _, count in said]
+    if all(ok and digest == said[0][1] for ok, digest, _, _ in said):
+        return [(count, other) for _, _, count, other in said]
     texts = [card[_CARD.size :].rstrip(b"\0").decode(errors="replace") for card in cards]
-    refusals = [
-        f"rank {rank}: {text}" for rank, (text, (ok, _, _)) in enumerate(zip(texts, said, strict=True)) if not ok
-    ]
+    refusals = [f"rank {rank}: {text}" for rank, (text, (ok, *_)) in enumerate(zip(texts, said, strict=True)) if not ok]
     if refusals:
         raise PeerError("the call was refused by " + "; ".join(refusals) + "; nothing was sent")
     told = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
@@ -187,7 +207,7 @@ def refusing(transport: Transport) -> Iterator[None]:
         yield
     except Exception as error:  # an activation of the caller's, tried out, may raise anything
         text = (str(error) or type(error).__name__).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        transport.refuse(_CARD.pack(False, b"", 0) + text)
+        transport.refuse(_CARD.pack(False, b"", 0, 0) + text)
         raise
 
 
@@ -237,6 +257,19 @@ def transport_of(group: Any, op: str = "flashoverlap", like: object = None) -> A
     finally:
         _being_made.discard(group)
     return found
+
+
+def new_transport(group: Any, op: str, like: torch.Tensor) -> Any:
+    """A transport of its own over the ranks of ``group``, for what stays in flight while others use the group.
+
+    Making it is a collective of the group, as with :func:`transport_of`, which names the errors; a transport is given
+    back as it is.
+    """
+    group = _process_group(group)
+    if not isinstance(group, _GROUPS):
+        return group
+    with naming(op):
+        return _make(group, like.device.type)
 
 
 def _process_group(group: Any) -> Any:

@@ -1,0 +1,64 @@
+"""The transports of a data-parallel model: for gradients on their way to their owners, and for what owners give back.
+
+[Note: several channels] On one transport all ranks must post in one order. What is summed can be sent on as soon as
+it is there, which is at different times on different ranks: so it has a transport, and an order, of its own. So
+have weights that are gathered while gradients are on their way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import PeerError
+from ..transport import new_transport
+
+
+class Channels:
+    """Private transports over the ranks of a group.
+
+    Args:
+        op: public name of the operator, for error messages.
+        group: process group, mesh or transport; a transport serves for both.
+        device: of the model.
+        streams: whether weights are gathered during backward.
+    """
+
+    def __init__(self, op: str, group: Any, device: torch.device, streams: bool) -> None:
+        self._op, self._group, self._device, self._streams = op, group, device, streams
+        self._open()
+
+    def _open(self) -> None:
+        like = torch.empty(0, device=self._device)
+        self.reduce = new_transport(self._group, self._op, like)
+        self.gather = new_transport(self._group, self._op, like)
+        self.stream = new_transport(self._group, self._op, like) if self._streams else self.gather
+        self.rank: int = self.reduce.rank
+        self.world_size: int = self.reduce.world_size
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error has left transfers unfinished."""
+        return self.reduce.failed or self.gather.failed or self.stream.failed
+
+    def fail(self, error: BaseException) -> None:
+        """Gives all up; the peers are told."""
+        self.reduce.fail(error)
+        self.gather.fail(error)
+        self.stream.fail(error)
+
+    def revive(self) -> None:
+        """Makes new ones after a failure, a collective of the group.
+
+        Raises:
+            PeerError: the group was given as a transport, which cannot be made anew, or a rank is gone.
+        """
+        if not self.failed:
+            return
+        if self.reduce is self.gather and self.world_size > 1:
+            raise PeerError(f"{self._op}: the transport that was given has failed")
+        self._open()
+
+    def __deepcopy__(self, memo: Any) -> Channels:
+        return self  # connections cannot be copied, and need not be

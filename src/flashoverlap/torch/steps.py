@@ -1,0 +1,65 @@
+"""What the steps of a schedule cost beside computing and moving: tiny schedules, run as all others are."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from ..patterns import build
+from ..schedule import Compute, Schedule
+from .execute import execute
+from .transport import Silent
+from .wire import gathered
+
+_MANY = 8  # exchanges with each peer
+_ROUNDS = 15
+
+
+class Steps(NamedTuple):
+    """Seconds on this rank, by the names that :class:`~flashoverlap.machine.Machine` has for them."""
+
+    issue_s: float
+    post_s: float = 0.0
+    notice_s: float = 0.0
+
+
+def steps_of(transport: Any, device: torch.device, latency_s: float) -> Steps:
+    """What issuing, posting and waiting cost; ``latency_s`` is what a message holds the wire for. Collective.
+
+    A gather of a few bytes and a kernel that does nothing, with one exchange with each peer and with many: what an
+    exchange more takes is what posting it costs, and what the first takes beyond that and the wire is what it takes to
+    be told. The clock on the wall counts, since both go from thread to thread.
+    """
+    issue_s = _seconds(_schedule(1, _MANY), Silent(), device) / _MANY
+    ranks = transport.world_size
+    if ranks == 1:
+        return Steps(issue_s)
+    few_s, many_s = (_seconds(_schedule(ranks, each), transport, device) for each in (1, _MANY))
+    peers = ranks - 1
+    posted_s = max(0.0, (many_s - few_s) / (_MANY - 1) - issue_s)  # by one exchange more with each
+    told_s = few_s - issue_s - max(posted_s, peers * latency_s)
+    return Steps(issue_s, max(0.0, posted_s / peers - issue_s), max(0.0, told_s))
+
+
+def _schedule(ranks: int, exchanges: int) -> Schedule:
+    return build("all_gather_matmul", [_MANY] * ranks, pattern="sliced", splits=exchanges, row_bytes={"x": 1})
+
+
+def _seconds(schedule: Schedule, transport: Any, device: torch.device) -> float:
+    """Seconds of one run of this rank's program: the median of a few, which all ranks begin together."""
+    program = schedule.programs[transport.rank]
+    pieces = {name: torch.zeros(1, dtype=torch.uint8, device=device) for op in program for name in _names(op)}
+    times: list[float] = []
+    for _ in range(_ROUNDS):
+        gathered(transport, [])
+        start_s = time.perf_counter()
+        execute(schedule, transport, pieces.__getitem__, {"mm": lambda _: None})
+        times.append(time.perf_counter() - start_s)
+    return median(times)
+
+
+def _names(op: Any) -> tuple[str, ...]:
+    return op.reads + op.writes + op.adds if isinstance(op, Compute) else (op.send, op.recv)

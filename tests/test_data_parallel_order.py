@@ -1,0 +1,123 @@
+"""The order of events in a data-parallel step: what is posted before what is computed. Never milliseconds."""
+
+import pytest
+import torch
+from torch import nn
+
+from flashoverlap import Overlap
+from flashoverlap.torch.data_parallel import apply
+from flashoverlap.torch.data_parallel.flight import Reduction
+from flashoverlap.torch.data_parallel.linear import Fused
+from flashoverlap.torch.transport import DONE, Silent
+
+
+class Slow(Silent):
+    """Rank 0 of 2, to which nothing comes before it is waited for."""
+
+    def __init__(self, events):
+        super().__init__(0, 2)
+        self.events = events
+
+    def post(self, send, to, recv, frm, after=None, expected=None):
+        self.events.append(f"post {send.numel()}")
+        return DONE, Held(self.events, recv)
+
+
+class Held:
+    name, posted_s, done_s, peer, arrived = "", 0.0, 0.0, 1, False
+
+    def __init__(self, events, recv):
+        self.events, self.recv = events, recv
+
+    def wait(self):
+        if not self.arrived:
+            self.events.append(f"wait {self.recv.numel()}")
+            self.recv.zero_()
+            self.arrived = True
+        return 0.0
+
+
+@pytest.fixture
+def events(monkeypatch):
+    found = []
+    wgrad, dgrad = Reduction._wgrad, Fused.input_gradient
+
+    def log_wgrad(self, op):
+        found.append(f"wgrad {self._blocks[0].numel()} of {'own' if op.reads[0] == 'h0' else 'other'}")
+        wgrad(self, op)
+
+    def log_dgrad(self, grad, weight):
+        found.append(f"dgrad {weight.numel()}")
+        return dgrad(self, grad, weight)
+
+    monkeypatch.setattr(Reduction, "_wgrad", log_wgrad)
+    monkeypatch.setattr(Fused, "input_gradient", log_dgrad)
+    return found
+
+
+def step(events, mode, **options):
+    """Backward of a step in which the order of the layers is known."""
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 8, bias=False))
+    apply(model, None, Slow(events), overlap=Overlap(mode=mode, **options), small_bytes=0)
+    for _ in range(2):
+        events.clear()
+        model(torch.ones(3, 4)).sum().backward()
+    return events
+
+
+def test_blocks_of_others_leave_first_and_nothing_waits_before_the_end(events):
+    assert step(events, "flash") == [
+        "wgrad 24 of other",
+        "post 24",
+        "wgrad 24 of own",
+        "dgrad 48",
+        "wgrad 12 of other",
+        "post 12",
+        "wgrad 12 of own",
+        # backward is through; the first layer's sum is waited for, and sent on, before the second's
+        "wait 24",
+        "post 24",
+        "wait 12",
+        "post 12",
+        "wait 24",
+        "wait 12",
+    ]
+
+
+def test_splits_leave_one_after_another(events):
+    found = step(events, "flash", splits=2)
+    assert found[:6] == ["wgrad 12 of other", "post 12", "wgrad 12 of own"] * 2
+    assert found[6] == "dgrad 48"
+
+
+def test_slices_leave_whole_behind_the_next_layer(events):
+    found = step(events, "slice")
+    assert found[:4] == ["dgrad 48", "wgrad 24 of other", "post 24", "wgrad 24 of own"]
+    assert found.index("wait 24") > found.index("post 12")
+
+
+def test_off_moves_everything_at_the_end(events):
+    found = step(events, "off")
+    assert found[0] == "dgrad 48"
+    assert found[1:7] == ["wgrad 24 of other", "post 24", "wgrad 24 of own", "wait 24", "post 24", "wait 24"]
+
+
+def test_a_unit_that_is_not_ready_holds_the_others_up_until_the_end(events):
+    """Whatever a rank leaves out, all ranks post in one order."""
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6, bias=False), nn.Linear(4, 8, bias=False)
+
+        def forward(self, x, both):
+            return self.first(x).sum() + (self.last(x).sum() if both else 0)
+
+    model = apply(Skips(), None, Slow(events), small_bytes=0)
+    for both in (True, True, False):
+        events.clear()
+        model(torch.ones(3, 4), both).backward()
+    first = model._engine.gradients.order.numbers
+    assert [event for event in events if event.startswith("post")] == ["post 12", "post 12"]
+    assert sorted(first) == [0, 1]
+    assert model.last.weight.grad is not None  # of the pass before, which nobody has cleared
