@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 
-from ..choice import Choice, choose
-from ..overlap import Overlap
+from ..choice import FEWEST_ROWS, Choice, call_bytes, choose
+from ..overlap import DTYPES, Overlap
 from ..patterns import build, split_sizes
 from ..report import Record, Report, call_site, place
+from ..schedule import Schedule
+from .calibrate import at_first_use, failing_together
 from .errors import naming
 from .execute import Kernel, execute
 from .layout import Layout, layout
+from .look import look
 from .pieces import Scattered
 from .staging import Lease
-from .transport import agree
+from .transport import agree_twice
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,6 +30,8 @@ def eager(function: F) -> F:
     """Keeps torch.compile out of an operator: its graph breaks there. Type checkers keep the signature."""
     return cast(F, torch.compiler.disable(function))
 
+
+_LOOK = 1 << 62  # beside the features of a shard, that a rank wants to look at the wire
 
 # What fo.report() shows; the records of a process are one table by nature.
 REPORT = Report()
@@ -49,28 +55,38 @@ class Call:
         self.site, self.place = call_site(), place()
         self.accumulate = torch.promote_types(like.dtype, getattr(torch, overlap.accumulate_dtype))
         self.differentiable = torch.is_grad_enabled()  # within a Function, needs_input_grad does not tell
+        self.shard = 0  # the most features that any rank has a shard of, told in forward: what plans go by
         self._number = 0  # of the forward among all agreements of the group: what tells two equal calls apart
         self._agreed = 0  # number of the agreement that the next run goes by
 
-    def agree(self, phase: str, shared: str, shown: str, rows: int = 0) -> list[int]:
+    def agree(self, phase: str, shared: str, shown: str, rows: int = 0, shard: int = 0) -> list[int]:
         """Makes sure that all ranks make the same call (:func:`~flashoverlap.torch.transport.agree`).
 
-        ``phase`` is "" for the forward; what comes later must belong to the same forward on every rank.
+        ``phase`` is "" for the forward; what comes later must belong to the same forward on every rank. ``rows`` and
+        ``shard``, the features of a shard, are this rank's own: returns every rank's rows, and keeps the widest shard.
         """
+        self.shard = self.shard if phase else shard
         if self.world_size == 1:
             return [rows]
         name = f"{self.op} {phase}".strip()
         settings = f"{self.dtype} {self.overlap}" + (f" in {self.place}" if self.place else "")
         settings += f" of call {self._number}" if phase else ""
+        settings += f" planned for {self.transport.machine_name}" if self.transport.machine_name else ""
         with self.entered():
-            said = agree(self.transport, f"{name} {settings} {shared}", f"{name}({shown}, {settings})", rows)
+            more = shard | (_LOOK if self._wants_look() else 0)
+            said = agree_twice(
+                self.transport, f"{name} {settings} {shared}", f"{name}({shown}, {settings})", rows, more
+            )
+            if any(each & _LOOK for _, each in said):
+                self._look()
             self._agreed = self.transport.calls
+        self.shard = self.shard if phase else max(each & ~_LOOK for _, each in said)
         self._number = self._number if phase else self._agreed
-        return said
+        return [count for count, _ in said]
 
-    def agree_rows(self, shared: str, shown: str, rows: int) -> tuple[int, ...]:
+    def agree_rows(self, shared: str, shown: str, rows: int, shard: int = 0) -> tuple[int, ...]:
         """The same for a shard of ``rows`` rows: returns every rank's, which must be those of torch.tensor_split."""
-        owned = self.agree("", shared, shown, rows)
+        owned = self.agree("", shared, shown, rows, shard)
         wanted = split_sizes(sum(owned), self.world_size)
         if owned != wanted:
             raise ValueError(
@@ -79,9 +95,23 @@ class Call:
             )
         return tuple(owned)
 
-    def choose(self, flow: str, rows: Sequence[int]) -> Choice:
-        """Mode, pattern and splits for pieces of these rows; RuntimeError where strict forbids them."""
-        choice = choose(self.overlap, flow, rows)
+    def choose(
+        self,
+        flow: str,
+        rows: Sequence[int],
+        sizes: Mapping[str, int | Sequence[int]] | None = None,
+        fewest_rows: int = FEWEST_ROWS,
+    ) -> Choice:
+        """Mode, pattern and splits for pieces of these rows; RuntimeError where strict forbids them.
+
+        With the other ``sizes`` of the call (:mod:`flashoverlap.workload`) it is planned, if the machine is known; else
+        the rule of thumb leaves each split ``fewest_rows``.
+        """
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.overlap.mode == "auto" and sizes is not None and dtype in DTYPES:
+            self._measure_once(call_bytes(sum(rows), sizes, dtype))
+        machine = self.transport.machine
+        choice = choose(self.overlap, flow, rows, machine=machine, sizes=sizes, dtype=dtype, fewest_rows=fewest_rows)
         if self.overlap.strict and self.overlap.mode not in ("auto", choice.mode):
             raise RuntimeError(
                 f"{self.op}: mode {self.overlap.mode!r} was asked for, strictly, and {choice.mode!r} would be taken: "
@@ -121,7 +151,7 @@ class Call:
         kernels: Mapping[str, Kernel],
         phase: str = "",
     ) -> None:
-        """Runs the schedule of ``flow`` and adds what it cost to the report.
+        """Builds the schedule of ``flow`` and runs it.
 
         Args:
             flow: name of the flow (:mod:`flashoverlap.flow`).
@@ -131,12 +161,27 @@ class Call:
             kernels: what runs each kernel.
             phase: "" or "backward".
         """
-        schedule = build(flow, rows, pattern=choice.pattern, splits=choice.splits, row_bytes=widths)
+        schedule = build(flow, rows, pattern=choice.pattern, splits=choice.splits, row_bytes=widths, nodes=choice.nodes)
+        self.run_schedule(schedule, choice, buffers, kernels, phase)
+
+    def run_schedule(
+        self,
+        schedule: Schedule,
+        choice: Choice,
+        buffers: Callable[[str], torch.Tensor],
+        kernels: Mapping[str, Kernel],
+        phase: str = "",
+    ) -> None:
+        """Runs a schedule and adds what it cost to the report; the arguments are those of :meth:`run`."""
         with self.entered():
             if self.transport.calls != self._agreed and self.world_size > 1:
                 raise self._crowded()
+            start_s = time.perf_counter()
             outcome = execute(schedule, self.transport, buffers, kernels, self.transport.spans)
+            seconds = time.perf_counter() - start_s
         name = f"{self.op} {phase}".strip()
+        if self.overlap.mode == "auto" and self.transport.drift is not None:
+            self.transport.drift.enter((name, choice.detail, outcome.sent_bytes), seconds)
         REPORT.add(
             Record(
                 self.site,
@@ -149,8 +194,27 @@ class Call:
                 1,
                 outcome.sent_bytes,
                 outcome.blocked_s,
+                seconds,
+                choice.predicted_s,
+                choice.predicted_exposed_s,
             )
         )
+
+    def _measure_once(self, nbytes: int) -> None:
+        """Measures the machine, where that has not been done and the call has bytes enough to be worth it."""
+        if at_first_use(self.transport, self.dtype, self.device, nbytes, REPORT.note):
+            self._agreed = self.transport.calls
+
+    def _wants_look(self) -> bool:
+        drift = self.transport.drift
+        return self.overlap.mode == "auto" and drift is not None and drift.wants_look
+
+    def _look(self) -> None:
+        """Looks at the wire with all other ranks, as one of them wishes; plans go by what is found."""
+        with failing_together(self.transport):
+            found = look(self.transport, self.device)
+        if found:
+            REPORT.note(f"{self.op}, {self.site}: {found}; planned anew from this call on")
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -1,0 +1,179 @@
+"""What plans say that steps take, beside what they take: over workloads, sizes, links and modes, in the lab.
+
+    python benchmarks/prediction.py [--quick] [--cases mlp,block] [--repeats 5] [--json prediction.json]
+
+For each point of the grid two ranks calibrate, and then run the workload of `flashoverlap bench` in every mode,
+values checked, in interleaved rounds. The prediction of a step is the sum of what the plans of its calls say, and what
+is in no call (norms, rotations, autograd), which is taken from the same step with nothing moved; for `mlp` that is next
+to nothing. Its error is |predicted - measured| / measured, of the median step of the slowest rank.
+
+    auto against best    how much longer `auto` takes than the best of the modes and splits that a hand could pick
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from flashoverlap.bench.candidates import candidates
+from flashoverlap.bench.options import Options
+from flashoverlap.bench.shapes import BlockShape, MlpShape
+from flashoverlap.bench.shapes.attention import AttentionShape
+from flashoverlap.bench.summary import Candidate, Part
+from flashoverlap.lab import Lab
+
+LINKS, QUICK_LINKS = ("200mbit", "1gbit", "4gbit"), ("200mbit", "1gbit")
+SIZES, QUICK_SIZES = (256, 1024, 4096, 8192), (256, 2048)
+CASES = {
+    "mlp": lambda seq: MlpShape(seq, 512, 2048),
+    "block": lambda seq: BlockShape(seq, 512, 8, 4, 1408),
+    "attention": lambda seq: AttentionShape(seq, 512, 8, 8),
+}
+MODES = ("off", "collective", "slice", "flash", "auto")
+
+
+class Predicted(NamedTuple):
+    """What one rank knows of a candidate's step beside its time: what plans say, and what its calls took."""
+
+    seconds: float | None
+    in_calls_s: float
+
+
+def main() -> None:
+    """Starts the ranks of each point, or is one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small grid: one workload, two sizes, two links")
+    parser.add_argument("--cases", help=f"some of {','.join(CASES)}; with --quick mlp unless given")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        measure(arguments.rank)
+        return
+    names = arguments.cases.split(",") if arguments.cases else ["mlp"] if arguments.quick else list(CASES)
+    points: list[dict[str, Any]] = []
+    for options in grid(names, arguments.quick, arguments.repeats):
+        measured = run(options)
+        for point in measured:
+            print(line(point), flush=True)
+        points += measured
+    result = summary(points)
+    print("median error {median_error:.1%}, worst {worst_error:.1%}; auto {auto_vs_best_worst:+.1%}".format(**result))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def line(point: dict[str, Any]) -> str:
+    """A point as a line."""
+    place = f"{point['case']} {point['shape']['seq']} {point['link']} {point['pass']}"
+    predicted_ms, measured_ms = 1e3 * point["predicted_seconds"], 1e3 * point["measured_seconds"]
+    what = f"{point['mode']} {point['detail']}"
+    return f"{place:32} {what:24} {predicted_ms:9.2f} ms predicted {measured_ms:9.2f} measured {point['error']:6.1%}"
+
+
+def grid(names: Sequence[str], quick: bool, repeats: int) -> Iterator[Options]:
+    """All that is run, a point at a time."""
+    for name in names:
+        for seq in QUICK_SIZES if quick else SIZES:
+            for link in QUICK_LINKS if quick else LINKS:
+                for phase in ("forward",) if quick else ("forward", "train"):
+                    yield Options(CASES[name](seq), 2, link, MODES, (), phase, repeats=repeats, splits="best")
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """One point: a row for each thing that was timed."""
+    with tempfile.TemporaryDirectory() as name, Lab(options.ranks, options.link) as lab:
+        folder, unread = Path(name), io.StringIO()
+        (folder / "options.json").write_text(options.to_json(), encoding="utf-8")
+        command = [sys.executable, __file__, "--rank", str(folder)]
+        lab.run(command, env={"TORCH_CPP_LOG_LEVEL": "ERROR"}, stdout=unread, stderr=unread)
+        ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(options.ranks)]
+    timed = [Candidate([Part(**part) for part in parts]) for parts in zip(*(r["parts"] for r in ranks), strict=True)]
+    wrong = [complaint for one in timed for complaint in one.complaints]
+    if wrong:
+        raise SystemExit(f"wrong values: {wrong}")
+    said = [[Predicted(*each) for each in rank["predicted"]] for rank in ranks]
+    return list(rows(options, timed, said))
+
+
+def rows(options: Options, timed: Sequence[Candidate], said: Sequence[Sequence[Predicted]]) -> Iterator[dict[str, Any]]:
+    """Predicted and measured of each candidate; ``said`` by rank and candidate, the first of which moves nothing."""
+    outside_s = max(0.0, timed[0].seconds - max(rank[0].in_calls_s for rank in said))
+    for index, one in enumerate(timed[1:], start=1):
+        predicted = [rank[index].seconds for rank in said]
+        assert None not in predicted, f"{one.row} of {options.shape} was not planned"
+        seconds = max(predicted) + outside_s
+        yield {
+            "case": options.shape.case,
+            "shape": asdict(options.shape),  # pyright: ignore[reportArgumentType]
+            "ranks": options.ranks,
+            "link": options.link,
+            "pass": options.phase,
+            "mode": one.row,
+            "detail": one.parts[0].detail,
+            "predicted_seconds": seconds,
+            "measured_seconds": one.seconds,
+            "error": abs(seconds - one.seconds) / one.seconds,
+        }
+
+
+def summary(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The result file: errors over all points, and how far auto is behind the best of the others, at worst."""
+    behind = []
+    for auto in (point for point in points if point["mode"] == "auto"):
+        beside = ("case", "shape", "link", "pass")
+        same = [p for p in points if all(p[key] == auto[key] for key in beside) and p["mode"] != "auto"]
+        behind.append(auto["measured_seconds"] / min(point["measured_seconds"] for point in same) - 1)
+    errors = [point["error"] for point in points]
+    return {
+        "median_error": median(errors),
+        "worst_error": max(errors),
+        "auto_vs_best_worst": max(behind),
+        "points": list(points),
+    }
+
+
+def measure(folder: Path) -> None:
+    """One rank: calibrates, and runs the workload as the bench does."""
+    import torch
+    import torch.distributed as dist
+
+    import flashoverlap.torch as fo
+    from flashoverlap.bench.measure import Bench
+
+    class Predicting(Bench):
+        """Keeps what the report says of each candidate's last step."""
+
+        predicted: dict[int, Predicted] = {}  # noqa: RUF012 - there is one bench in this process
+
+        def _timed(self, index: int) -> None:
+            super()._timed(index)
+            records = fo.report().records
+            plans = [record.predicted_s for record in records]
+            seconds = None if None in plans else sum(plan for plan in plans if plan is not None)
+            self.predicted[index] = Predicted(seconds, sum(record.seconds for record in records))
+
+    options = Options.from_json((folder / "options.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    control, rank = dist.new_group(backend="gloo"), dist.get_rank()
+    fo.calibrate(dist.group.WORLD, folder=folder / f"machines{rank}", anew=True)
+    bench = Predicting(options, candidates(options), dist.group.WORLD, lambda: dist.barrier(group=control))
+    parts = [asdict(part) for part in bench.run()]
+    predicted = [bench.predicted[index] for index in range(len(parts))]
+    (folder / f"rank{rank}.json").write_text(json.dumps({"parts": parts, "predicted": predicted}), encoding="utf-8")
+    dist.barrier(group=control)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What a group's wire and its ranks' arithmetic cost, measured by all ranks together, as one Machine.
+
+[Note: one machine] Every rank measures, at the same time as the others, since what they share (cores, memory, a switch)
+they share in a real step as well. All numbers go to all ranks, and each makes the same Machine of them: that of the
+slowest rank. What is agreed on is the numbers, so the Machine has the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from ..machine import Link, Machine
+from . import wire, work
+from .steps import Steps, steps_of
+from .wire import Partners, Wire, gathered
+
+_ALIKE = 0.75  # wires of which the slowest has this share of the fastest's rate are taken to be alike
+_BURST_PART = 8  # a burst is told from a transfer of this part of the step's
+SHAPE = (128, 1024, 1024)
+_MATRICES = 4
+
+
+def measure(transport: Any, dtype: torch.dtype, device: torch.device, nodes: Sequence[int] = ()) -> Machine:
+    """The machine that the ranks of a transport make up; takes about a second. Collective.
+
+    Args:
+        transport: of the group; of one rank alone only the arithmetic is measured.
+        dtype: of the matmuls.
+        device: where tensors are.
+        nodes: ranks per node, where nodes share a wire; () where every rank has a wire of its own to all others.
+    """
+    products = work.matmul_seconds(dtype, device)
+    own = [1 / work.memory_bytes_per_s(dtype, device), *products.values()]
+    per_byte_s, *seconds = _longest(transport, own)
+    matmul = work.matmul_of(dict(zip(products, seconds, strict=True)), 1 / per_byte_s)
+    if transport.world_size == 1:
+        return Machine(Link(0.0, float("inf")), **steps_of(transport, device, 0.0)._asdict(), matmul=matmul)
+    timed = Wire(transport, device)
+    near = wire.inside(transport.rank, nodes or (transport.world_size,), 1)
+    found = _links(timed, transport, nodes)
+    steps = Steps(*_longest(transport, steps_of(transport, device, found.link.latency_s)))
+    where = {"nodes": tuple(nodes), "uplink": found.uplink, "links": found.links}
+    machine = Machine(found.link, **steps._asdict(), matmul=matmul, **where)
+    return replace(
+        machine,
+        contention=_contention(timed, transport, near, found.step, work.product_of(*SHAPE, dtype, device), device),
+        collective_efficiency=_collective_efficiency(transport, machine, device),
+    )
+
+
+class _Links(NamedTuple):
+    """What the wires turned out to be; ``step`` is the size of a transfer that takes some while inside a node."""
+
+    link: Link
+    links: tuple[Link, ...]
+    uplink: Link | None
+    step: int
+
+
+def _links(timed: Wire, transport: Any, nodes: Sequence[int]) -> _Links:
+    """The wire of every rank inside its node (or to all others), and that between nodes."""
+    counts = nodes or (transport.world_size,)
+    near, *others = (wire.inside(transport.rank, counts, shift) for shift in (1, 2, 3) if shift < max(counts))
+    step = timed.step_bytes(near)
+    rate = max(timed.rate(partners, step) for partners in (near, *others))  # its own, not that of a slow partner
+    empty_s, *rates = _of_all(transport, near, timed.empty_s(near), rate)
+    slowest = min(rates)
+    burst = timed.burst_bytes(near, max(1, step // _BURST_PART), empty_s, slowest)
+    burst = median(theirs for (theirs,) in gathered(transport, [burst]))
+    sizes, seconds = timed.sizes(near, step, slowest)
+    longest = _longest(transport, seconds)
+    latency_s = min(empty_s, *longest)  # what it takes to be told of a transfer holds up no other
+    link = Link(latency_s, slowest, tuple(zip(sizes, longest, strict=True)), burst)
+    uneven = slowest < _ALIKE * max(rates) and not nodes
+    links = tuple(Link(latency_s, bytes_per_s, (), burst) for bytes_per_s in rates) if uneven else ()
+    return _Links(link, links, _uplink(timed, transport, nodes) if nodes else None, step)
+
+
+def _uplink(timed: Wire, transport: Any, nodes: Sequence[int]) -> Link:
+    """The wire between nodes, by one transfer each way at a time."""
+    far = wire.between(transport.rank, nodes)
+    step = timed.step_bytes(far)
+    empty_s, *rates = _of_all(transport, far, timed.empty_s(far), timed.rate(far, step))
+    return Link(empty_s, min(rates))
+
+
+def _of_all(transport: Any, partners: Partners, empty_s: float, bytes_per_s: float) -> list[float]:
+    """The longest empty exchange and all rates, of those ranks that have partners."""
+    own = [empty_s, bytes_per_s, float(partners.to != transport.rank)]
+    taking_part = [theirs for theirs in gathered(transport, own) if theirs[2]]
+    return [max(theirs[0] for theirs in taking_part), *(theirs[1] for theirs in taking_part)]
+
+
+def _longest(transport: Any, own: Sequence[float]) -> list[float]:
+    """Of each of some numbers that of the slowest rank."""
+    return list(map(max, zip(*gathered(transport, own), strict=True)))
+
+
+def _contention(
+    timed: Wire, transport: Any, near: Partners, step: int, multiply: Callable[[], object], device: torch.device
+) -> float:
+    """By how much matmuls are slower while the wire is busy: a small difference, so the median of the ranks."""
+
+    def each_s() -> float:
+        start_s, calls = time.perf_counter(), 0
+        while calls < _MATRICES or time.perf_counter() - start_s < wire.STEP_S:
+            multiply()
+            calls += 1
+        wire.synchronize(device)
+        return (time.perf_counter() - start_s) / calls
+
+    slower = []
+    for _ in range(3):
+        gathered(transport, [])
+        alone_s = each_s()
+        tickets = timed.start(near, [step] * 2)
+        slower.append(each_s() / alone_s - 1)
+        for ticket in tickets:
+            ticket.wait()
+    return max(0.0, median(theirs for (theirs,) in gathered(transport, [median(slower)])))
+
+
+def _collective_efficiency(transport: Any, machine: Machine, device: torch.device) -> float:
+    """Share of the wire's rate that the backend's own all-gather and reduce-scatter reach together."""
+    rounds, rank = transport.world_size - 1, transport.rank
+    bytes_per_s = 1 / machine.collective_s(0, 1)
+    count = int(min(wire.MOST_BYTES, max(4, wire.STEP_S * bytes_per_s)) / (4 * rounds)) or 1
+    pieces = [torch.zeros(count, dtype=torch.float32, device=device) for _ in range(rounds + 1)]
+    scattered = torch.zeros_like(pieces[rank])
+    seconds = []
+    for kind, reads, writes in (("all_gather", [pieces[rank]], pieces), ("reduce_scatter", pieces, [scattered])) * 3:
+        gathered(transport, [])
+        start_s = time.perf_counter()
+        transport.collective(kind, reads, writes).wait()
+        wire.synchronize(device)
+        seconds.append(time.perf_counter() - start_s)
+    gather_s, scatter_s = (median(times) for times in (seconds[::2], seconds[1::2]))
+    beside_s = 2 * (machine.collective_s(rounds, 1) + machine.post_s + machine.notice_s)
+    wire_s = 2 * machine.collective_s(0, 4 * count * rounds)
+    return wire_s / max(wire_s, wire.slowest(transport, gather_s + scatter_s) - beside_s)

@@ -1,0 +1,72 @@
+"""benchmarks/prediction.py: its arithmetic, and one point of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashoverlap.bench.options import Options
+from flashoverlap.bench.shapes import MlpShape
+from flashoverlap.bench.summary import Candidate, Part
+from flashoverlap.lab import lab_unavailable
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "prediction.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+prediction = pytest.importorskip("prediction")
+
+
+def test_a_step_is_its_calls_and_what_is_in_none():
+    options = Options(MlpShape(64, 8, 16), 2, "1gbit")
+    seconds = {"compute": (1.0, 1.5), "off": (4.0, 5.0)}
+    timed = [Candidate([Part(row, seconds=[each] * 3) for each in ranks]) for row, ranks in seconds.items()]
+    said = [[prediction.Predicted(None, 0.5), prediction.Predicted(2.0, 3.0)] for _ in range(2)]
+    (point,) = prediction.rows(options, timed, said)
+    assert point["mode"] == "off"
+    assert point["predicted_seconds"] == 2.0 + (1.5 - 0.5)
+    assert point["measured_seconds"] == 5.0
+    assert point["error"] == pytest.approx(2 / 5)
+
+
+def test_auto_is_compared_with_the_best_of_the_same_point():
+    def point(mode, seconds, link="1gbit", error=0.1):
+        place = {"case": "mlp", "shape": {"seq": 1}, "link": link, "pass": "forward"}
+        return {**place, "mode": mode, "measured_seconds": seconds, "error": error}
+
+    points = [
+        *(point("off", 4.0), point("flash", 2.0), point("auto", 2.5)),
+        *(point("off", 1.0, "4gbit"), point("flash", 9.0, "4gbit", 0.4), point("auto", 1.1, "4gbit")),
+    ]
+    result = prediction.summary(points)
+    assert result["auto_vs_best_worst"] == pytest.approx(0.25)
+    assert (result["median_error"], result["worst_error"]) == (0.1, 0.4)
+    assert result["points"] == points
+
+
+def test_every_point_of_the_grid_can_be_run():
+    full = list(prediction.grid(list(prediction.CASES), quick=False, repeats=3))
+    quick = list(prediction.grid(["mlp"], quick=True, repeats=3))
+    assert len(full) == 3 * 4 * 3 * 2
+    assert len(quick) == 4
+
+
+def test_one_point(tmp_path):
+    reason = lab_unavailable()
+    if reason:
+        pytest.skip(reason)
+    code = """
+import json, sys
+import prediction
+from flashoverlap.bench.options import Options
+from flashoverlap.bench.shapes import MlpShape
+options = Options(MlpShape(64, 64, 128), 2, "100mbit", prediction.MODES, repeats=1, splits="2")
+json.dump(prediction.summary(prediction.run(options)), open(sys.argv[1], "w"))
+"""
+    file = tmp_path / "prediction.json"
+    subprocess.run([sys.executable, "-c", code, str(file)], cwd=SCRIPT.parent, check=True, timeout=110)
+    result = json.loads(file.read_text())
+    assert result.keys() == {"median_error", "worst_error", "auto_vs_best_worst", "points"}
+    assert {point["mode"] for point in result["points"]} == set(prediction.MODES)
+    assert all(point["predicted_seconds"] > 0 for point in result["points"])
