@@ -15,7 +15,7 @@ from flashoverlap.bench import options as bench_options
 from flashoverlap.bench.options import Options
 from flashoverlap.bench.peers import missing
 from flashoverlap.bench.run import run
-from flashoverlap.bench.shape import BlockShape, ModelShape
+from flashoverlap.bench.shapes import BlockShape, ModelShape
 from flashoverlap.bench.values import compare
 from flashoverlap.lab import lab_unavailable
 

@@ -14,7 +14,7 @@ from ..torch.plans import layer_plan
 from .case import Case
 from .contestant import Contestant, Ours
 from .llama import attention_of, config_of, decoder_layer, in_float64, rotary_positions
-from .shape import BlockShape
+from .shapes import BlockShape
 
 
 class Block(Case):
@@ -42,7 +42,7 @@ class Block(Case):
         """A copy of this rank's rows [B, S_r, H] of all [B, S, H]."""
         return torch.tensor_split(rows, self.world_size, 1)[self.rank].contiguous().clone()
 
-    def contestant(self, group: Any, transport: Any, overlap: Overlap) -> Contestant:
+    def contestant(self, group: Any, transport: Any, overlap: Overlap, variant: str = "") -> Contestant:
         """The layer, parallelized by its own table; it holds its mode, so each contestant has a copy."""
         mesh, layer = DeviceMesh.from_group(group, "cpu"), copy.deepcopy(self.layer)
         plan = layer_plan(config_of(self.shape))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ..overlap import Overlap
 from .options import Options
 
-SLICES = (2, 4, 8)
 SPLITS = (1, 2, 4, 8)
+BUCKETS = {"ddp": ("buckets as by default", "buckets of 8 MB, gradients are views of them")}
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,14 @@ class Candidate:
         overlap: how the library's operators are called; None for a peer.
         note: what is added to the row's detail.
         silent: whether nothing is moved.
+        variant: which of several ways the case or the peer has; "" for its usual one.
     """
 
     row: str
     overlap: Overlap | None = None
     note: str = ""
     silent: bool = False
+    variant: str = ""
 
 
 def candidates(options: Options) -> list[Candidate]:
@@ -34,13 +36,20 @@ def candidates(options: Options) -> list[Candidate]:
     for mode in options.modes:
         if mode not in ("compute", "off"):
             rows += _of_mode(mode, options)
-    return rows + [Candidate(peer) for peer in options.peers]
+    for variant in options.shape.variants:
+        rows += [Candidate(variant, one.overlap, one.note, variant=variant) for one in _of_mode("flash", options)]
+    for peer in options.peers:
+        variants = BUCKETS.get(peer, ("",))
+        note = f"best of {len(variants)}" if len(variants) > 1 else ""
+        rows += [Candidate(peer, note=note, variant=variant) for variant in variants]
+    return rows
 
 
 def _of_mode(mode: str, options: Options) -> list[Candidate]:
     if mode == "slice":
-        note = f"best of {', '.join(map(str, SLICES))}"
-        return [Candidate(mode, Overlap(mode, slices=slices), note) for slices in SLICES]
+        tried = options.shape.slices
+        note = f"best of {', '.join(map(str, tried))}" if len(tried) > 1 else ""
+        return [Candidate(mode, Overlap(mode, slices=slices), note) for slices in tried]
     if mode == "collective":
         return [Candidate(mode, Overlap(mode))]
     pattern = options.pattern

@@ -1,18 +1,31 @@
 """What a workload is: one rank's part of it, the library's way to run that, and the float64 reference of the whole.
 
-To add one: a Shape (shape.py), a Case in a file of its own, a line in :func:`case_of`, a command in cli/bench.py.
+To add one: a Shape in shapes/, a Case in a file of its own, and a line in SHAPES and in :func:`case_of`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..overlap import Overlap
 from .contestant import Contestant
-from .shape import Shape
+from .shapes import Shape
+
+_CASES = {
+    "mlp": ("mlp", "Mlp"),
+    "attention": ("attention", "Attention"),
+    "ulysses": ("ulysses", "Ulysses"),
+    "block": ("block", "Block"),
+    "model": ("model", "Model"),
+    "dp": ("stack", "Stack"),
+    "dp_llm": ("llm", "Llm"),
+}
 
 
 class Case(ABC):
@@ -22,6 +35,8 @@ class Case(ABC):
         shape: its sizes.
         dtype: of all tensors.
         grad: gradient of the own part of the output.
+        passes: how many passes follow each other in what is timed at once.
+        units: by name, the least for which the tolerance of an error holds, where it is not one.
     """
 
     shape: Any
@@ -29,15 +44,18 @@ class Case(ABC):
     grad: torch.Tensor
     rank: int
     world_size: int
+    passes: int = 1
+    units: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod
-    def contestant(self, group: Any, transport: Any, overlap: Overlap) -> Contestant:
+    def contestant(self, group: Any, transport: Any, overlap: Overlap, variant: str = "") -> Contestant:
         """The library in one mode.
 
         Args:
             group: the process group whose ranks hold the shards.
             transport: what the operators are called on: the same group, or a transport that moves nothing.
             overlap: the mode.
+            variant: of the shape's variants, or "".
         """
 
     @abstractmethod
@@ -51,10 +69,5 @@ class Case(ABC):
 def case_of(shape: Shape, dtype: torch.dtype, rank: int, world_size: int) -> Case:
     """The case of this shape, with values that are the same on every rank for the same shape and dtype."""
     # late, since they import this file, and not every case's packages need be there
-    if shape.case == "mlp":
-        from .mlp import Mlp as Made
-    elif shape.case == "block":
-        from .block import Block as Made
-    else:
-        from .model import Model as Made
-    return Made(shape, dtype, rank, world_size)  # pyright: ignore[reportArgumentType]
+    module, name = _CASES[shape.case]
+    return getattr(import_module(f"flashoverlap.bench.{module}"), name)(shape, dtype, rank, world_size)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
 from ..torch.staging import Staging
-from ..torch.transport import Silent
+from ..torch.transport import Silent, transport_of
+from .matmul_clock import Tails
 
 
 class Contestant(ABC):
@@ -17,9 +19,27 @@ class Contestant(ABC):
     Attributes:
         leaves: by the names that the case has for them; tensors of their own, unless the contestant only calls
             operators on those of the case.
+        detail: what it is, where the library's report does not say.
     """
 
     leaves: Mapping[str, torch.Tensor]
+    detail: str = ""
+
+    def prepare(self) -> None:  # noqa: B027
+        """Does what is to come right before what is timed: nothing, unless a contestant says otherwise."""
+
+    def run(self, grad: torch.Tensor | None) -> torch.Tensor:
+        """What is timed: one pass, forward alone where there is no gradient of the own part of the output.
+
+        Returns:
+            The own part of the output, arrived; all gradients have arrived as well.
+        """
+        if grad is None:
+            with torch.no_grad():
+                return self.forward()
+        out = self.forward()
+        self.backward(out, grad)
+        return out
 
     @abstractmethod
     def forward(self) -> torch.Tensor:
@@ -33,10 +53,26 @@ class Contestant(ABC):
         """The gradients, each as the own part of what the case has, or as a DTensor of the whole."""
         return {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
 
+    def results(self, out: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is compared with the case's reference after a run that gave ``out``."""
+        return {"out": out, **self.gradients()}
+
     def clear(self) -> None:
-        """Forgets all gradients."""
+        """Forgets what runs have left behind."""
         for leaf in self.leaves.values():
             leaf.grad = None
+
+    def held(self) -> Iterable[torch.Tensor]:
+        """What lies in memory before a pass."""
+        return self.leaves.values()
+
+    def transports(self, group: Any) -> list[Any]:
+        """Those that it moves something over, of the library's, where it is one of its modes."""
+        return [transport_of(group)]
+
+    def tails(self) -> Tails | None:
+        """What of a training step hides behind no matmul; None of a case that does not train."""
+        return None
 
 
 class Ours(Contestant):

@@ -9,18 +9,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from .shape import BlockShape, ModelShape
+from .shapes import BlockShape, LlmShape, ModelShape
 
 
-def config_of(shape: BlockShape) -> LlamaConfig:
+def config_of(shape: BlockShape | LlmShape) -> LlamaConfig:
     """The configuration of a shape; attention is torch's scaled_dot_product_attention, causal, without a mask."""
     return LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        num_hidden_layers=shape.layers if isinstance(shape, ModelShape) else 1,
-        vocab_size=shape.vocab if isinstance(shape, ModelShape) else 1,
+        num_hidden_layers=shape.layers if isinstance(shape, ModelShape | LlmShape) else 1,
+        vocab_size=shape.vocab if isinstance(shape, ModelShape | LlmShape) else 1,
         max_position_embeddings=shape.seq,
         bos_token_id=None,
         eos_token_id=None,
@@ -39,7 +39,7 @@ def decoder_layer(shape: BlockShape, dtype: torch.dtype, generator: torch.Genera
     return _filled(LlamaDecoderLayer(config_of(shape), 0), dtype, generator)
 
 
-def causal_lm(shape: ModelShape, dtype: torch.dtype, generator: torch.Generator) -> LlamaForCausalLM:
+def causal_lm(shape: ModelShape | LlmShape, dtype: torch.dtype, generator: torch.Generator) -> LlamaForCausalLM:
     """The whole model with all its weights."""
     return _filled(LlamaForCausalLM(config_of(shape)), dtype, generator)
 

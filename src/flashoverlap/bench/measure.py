@@ -13,7 +13,8 @@ import torch
 
 import flashoverlap.torch as fo
 
-from ..torch.transport import transport_of
+from ..live_bytes import LiveBytes
+from ..torch.staging import Staging
 from ..trace import Span
 from .candidates import Candidate
 from .case import Case, case_of
@@ -23,6 +24,7 @@ from .summary import Part
 from .values import TOLERANCES, compare
 
 _WARM_UP_ROUNDS = 1  # beside the run whose values are checked
+_TAIL_ROUNDS = 3
 
 
 class Bench:
@@ -40,14 +42,17 @@ class Bench:
     ) -> None:
         self._options, self._candidates, self._group, self._barrier = options, candidates, group, barrier
         dtype = getattr(torch, options.dtype)
-        self._tolerance = TOLERANCES[dtype]
         self._case = case_of(options.shape, dtype, group.rank(), group.size())
+        self._grad = self._case.grad if options.train else None
         self._reference = self._case.reference(options.train)
         self._contestants = [_contestant(each, self._case, group) for each in candidates]
-        self.parts = [Part(each.row, note=each.note) for each in candidates]
+        self.parts = [
+            Part(each.row, detail=made.detail, note=each.note)
+            for each, made in zip(candidates, self._contestants, strict=True)
+        ]
 
     def run(self) -> list[Part]:
-        """Checks all values, measures all candidates, and checks once more what the last round gave."""
+        """Checks all values, measures all candidates, and checks once more what they give."""
         self._check_reduced()
         self._round(self._checked, 0)
         for number in range(_WARM_UP_ROUNDS):
@@ -56,18 +61,26 @@ class Bench:
             part.seconds, part.other_cpu_s, part.blocked_s = [], [], []
         for number in range(self._options.repeats):
             self._round(self._timed, number)
+        for number in range(_TAIL_ROUNDS):
+            self._round(self._tailed, number)
+        self._round(self._weighed, 0)
         self._round(self._checked, 0)
         return self.parts
 
     def traces(self) -> dict[int, list[Span]]:
         """The spans of one further run of each candidate of mode flash, by its place among the candidates."""
-        transport, found = transport_of(self._group), {}
+        found: dict[int, list[Span]] = {}
         for index, candidate in enumerate(self._candidates):
             if candidate.row == "flash":
+                runner, spans = self._contestants[index], found.setdefault(index, [])
+                runner.clear()
                 self._barrier()
-                transport.spans = found[index] = []
-                _step(self._contestants[index], self._case, self._options.train)
-                transport.spans = None
+                runner.prepare()
+                for transport in runner.transports(self._group):
+                    transport.spans = spans
+                runner.run(self._grad)
+                for transport in runner.transports(self._group):
+                    transport.spans = None
         return found
 
     def _round(self, visit: Callable[[int], None], first: int) -> None:
@@ -77,46 +90,72 @@ class Bench:
         gc.disable()  # a collection would fall into some candidate's time
         try:
             for place in range(count):
-                visit((first + place) % count)
+                index = (first + place) % count
+                self._contestants[index].clear()
+                self._barrier()
+                visit(index)
         finally:
             gc.enable()
 
     def _timed(self, index: int) -> None:
-        part, runner = self.parts[index], self._contestants[index]
+        """Runs a candidate by the clock; what several passes took is shared out among them."""
+        part, runner, passes = self.parts[index], self._contestants[index], self._case.passes
+        runner.prepare()
         fo.report().clear()
-        runner.clear()
-        self._barrier()
         other_s, start_s = time.process_time() - time.thread_time(), time.perf_counter()
-        out = _step(runner, self._case, self._options.train)
+        out = runner.run(self._grad)
         end_s = time.perf_counter()
-        part.seconds.append(end_s - start_s)
-        part.other_cpu_s.append(time.process_time() - time.thread_time() - other_s)
+        part.seconds.append((end_s - start_s) / passes)
+        part.other_cpu_s.append((time.process_time() - time.thread_time() - other_s) / passes)
         del out
         records = fo.report().records
         if records:
             part.detail = ", ".join(dict.fromkeys(record.detail for record in records if record.detail))
-            part.blocked_s.append(sum(record.blocked_s for record in records))
-            part.sent_bytes = self._sent_bytes(index, sum(record.bytes for record in records))
+            part.blocked_s.append(sum(record.blocked_s for record in records) / passes)
+        part.sent_bytes = self._sent_bytes(index, sum(record.bytes for record in records) // passes)
 
     def _sent_bytes(self, index: int, counted: int) -> int | None:
-        """What was sent; the report does not know what a backend's own collective sends."""
-        overlap = self._candidates[index].overlap
-        moves_none = self._candidates[index].silent or self._group.size() == 1
-        return 0 if moves_none else None if overlap is None or overlap.mode == "collective" else counted
+        """What was sent; the report does not know what a backend's own collective sends, nor what a peer does."""
+        candidate = self._candidates[index]
+        if candidate.silent or self._group.size() == 1:
+            return 0
+        return None if candidate.overlap is None or candidate.overlap.mode == "collective" else counted
+
+    def _tailed(self, index: int) -> None:
+        """Takes the tails of a candidate that has some."""
+        tails = self._contestants[index].tails()
+        if tails is not None:
+            self.parts[index].first_matmul_s.append(tails.first_matmul_s)
+            self.parts[index].gradients_ready_s.append(tails.gradients_ready_s)
+
+    def _weighed(self, index: int) -> None:
+        """Takes the peak memory of a candidate, with buffers of its own where others share the group's."""
+        runner = self._contestants[index]
+        if self._candidates[index].silent:
+            return
+        transports = runner.transports(self._group)
+        kept = [transport.staging for transport in transports]
+        try:
+            for transport in transports:
+                transport.staging = Staging()
+            with LiveBytes(runner.held()) as live:
+                runner.run(self._grad)
+        finally:
+            for transport, staging in zip(transports, kept, strict=True):
+                transport.staging = staging
+        self.parts[index].peak_bytes = live.peak
 
     def _checked(self, index: int) -> None:
         """Runs a candidate at the measured size and compares what it gives."""
         runner = self._contestants[index]
-        runner.clear()
-        self._barrier()
-        out = _step(runner, self._case, self._options.train)
+        out = runner.run(self._grad)
         if not self._candidates[index].silent:
-            self._enter(index, {"out": out, **runner.gradients()}, self._reference, self._tolerance)
+            self._enter(index, runner.results(out), self._case, self._reference)
         runner.clear()
 
-    def _enter(self, index: int, found: Any, reference: Any, tolerance: float, of: str = "") -> None:
+    def _enter(self, index: int, found: Any, case: Case, reference: Any, of: str = "") -> None:
         """Enters an error into the candidate's part; the errors of reduced sizes only where they are wrong."""
-        error, complaint = compare(found, reference, tolerance)
+        error, complaint = compare(found, reference, TOLERANCES[case.dtype], case.units)
         part = self.parts[index]
         if not of:
             part.max_abs_error = max(error, part.max_abs_error or 0.0) if math.isfinite(error) else error
@@ -132,25 +171,15 @@ class Bench:
             if candidate.overlap is not None and not candidate.silent:
                 runner = _contestant(candidate, case, self._group)
                 runner.clear()
-                out = _step(runner, case, self._options.train)
-                found = {"out": out, **runner.gradients()}
-                self._enter(index, found, reference, TOLERANCES[torch.float64], f"at {shape} in float64: ")
+                out = runner.run(case.grad if self._options.train else None)
+                self._enter(index, runner.results(out), case, reference, f"at {shape} in float64: ")
 
 
 def _contestant(candidate: Candidate, case: Case, group: Any) -> Contestant:
     """What a candidate stands for, on this rank."""
+    variant = {"variant": candidate.variant} if candidate.variant else {}
     if candidate.overlap is None:
         peer = import_module(f"flashoverlap.bench.peers.{candidate.row}")  # late: a peer may not be installed
-        return peer.CONTESTANTS[case.shape.case](case, group)
+        return peer.CONTESTANTS[case.shape.case](case, group, **variant)
     transport = silent(case.rank, case.world_size, case.dtype) if candidate.silent else group
-    return case.contestant(group, transport, candidate.overlap)
-
-
-def _step(runner: Contestant, case: Case, train: bool) -> torch.Tensor:
-    """One pass: what is timed."""
-    if train:
-        out = runner.forward()
-        runner.backward(out, case.grad)
-        return out
-    with torch.no_grad():
-        return runner.forward()
+    return case.contestant(group, transport, candidate.overlap, **variant)

@@ -11,7 +11,7 @@ import flashoverlap.torch as fo
 from ..overlap import Overlap
 from .case import Case
 from .contestant import Contestant, Ours
-from .shape import MlpShape
+from .shapes import MlpShape
 
 _REFERENCE_ROWS = 512  # rows that the reference takes at a time, so that it needs little memory
 _DIMS = {"x": 0, "up": 0, "gate": 0, "down": 1}  # the dimension that each tensor is sharded over
@@ -37,7 +37,7 @@ class Mlp(Case):
     def _own(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return torch.tensor_split(tensor, self.world_size, _DIMS[name])[self.rank].contiguous().clone()
 
-    def contestant(self, group: Any, transport: Any, overlap: Overlap) -> Contestant:
+    def contestant(self, group: Any, transport: Any, overlap: Overlap, variant: str = "") -> Contestant:
         """All modes on the same leaves, since an operator holds none."""
         return Ours(lambda: self.forward(transport, overlap), self.leaves)
 

@@ -13,7 +13,7 @@ from ..torch.parallelize import apply
 from .case import Case
 from .contestant import Contestant, Ours
 from .llama import attention_of, causal_lm, in_float64
-from .shape import ModelShape
+from .shapes import ModelShape
 
 
 class Model(Case):
@@ -34,7 +34,7 @@ class Model(Case):
         self.ids = torch.randint(shape.vocab, (shape.batch, shape.seq), generator=generator)
         self.grad = torch.tensor(float(shape.batch * shape.seq))
 
-    def contestant(self, group: Any, transport: Any, overlap: Overlap) -> Contestant:
+    def contestant(self, group: Any, transport: Any, overlap: Overlap, variant: str = "") -> Contestant:
         """The model, parallelized by the automatic table; it holds its mode, so each contestant has a copy."""
         mesh, model = DeviceMesh.from_group(group, "cpu"), copy.deepcopy(self.model)
         apply(model, mesh, transport, "auto", attention=attention_of(self.shape), overlap=overlap)

@@ -5,21 +5,36 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from ..arguments import count, words
 from ..lab import Lab, Link
 from ..overlap import DTYPES
-from .shape import SHAPES, Shape
+from .shapes import SHAPES, Shape
 
 MODES = ("compute", "off", "collective", "slice", "flash", "auto")
 PASSES = ("forward", "train")
 PATTERNS = ("direct", "ring")
-PEERS = {"dtensor": ("mlp", "block", "model"), "megatron": ("mlp",), "hf": ("block", "model")}  # and what they can run
+PEERS = {  # and what they can run
+    "dtensor": ("mlp", "block", "model"),
+    "megatron": ("mlp",),
+    "hf": ("block", "model"),
+    "deepspeed": ("ulysses",),
+    "yunchang": ("ulysses",),
+    "ddp": ("dp", "dp_llm"),
+    "fsdp2": ("dp", "dp_llm"),
+}
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return f"One of {', '.join(names)}."
 
 
 @dataclass(frozen=True)
 class Options:
-    """One benchmark.
+    """One benchmark; all but the shape are options of its command.
 
     Args:
         shape: the workload and its sizes.
@@ -39,15 +54,23 @@ class Options:
     """
 
     shape: Shape
-    ranks: int = 2
-    link: str = "1gbit"
-    modes: tuple[str, ...] = ("off", "slice", "flash")
-    peers: tuple[str, ...] = ()
-    phase: str = "forward"
-    dtype: str = "float32"
-    repeats: int = 7
-    splits: str = "auto"
-    pattern: str = "direct"
+    ranks: Annotated[int, count("Number of ranks.")] = 2
+    link: Annotated[
+        str, typer.Option(help="Rate of each rank's link, as in 400mbit or 2.5gbit; none for plain loopback.")
+    ] = "1gbit"
+    modes: Annotated[tuple[str, ...], words(f"Some of {','.join(MODES)}. compute and off are always run.")] = (
+        "off",
+        "slice",
+        "flash",
+    )
+    peers: Annotated[
+        tuple[str, ...], words(f"Those of {','.join(PEERS)} that can run the workload. None unless given.")
+    ] = ()
+    phase: Annotated[str, typer.Option("--pass", help=_one_of(PASSES))] = "forward"
+    dtype: Annotated[str, typer.Option(help=_one_of(DTYPES))] = "float32"
+    repeats: Annotated[int, count("Rounds that are timed.")] = 7
+    splits: Annotated[str, typer.Option(help="Splits of mode flash: auto, a number, or best (of 1, 2, 4, 8).")] = "auto"
+    pattern: Annotated[str, typer.Option(help=f"Of modes flash and auto. {_one_of(PATTERNS)}")] = "direct"
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -66,15 +89,29 @@ class Options:
             raise ValueError(f"--splits {self.splits}: 'auto', 'best' or a whole number of 1 or more is needed")
         if self.trace and "flash" not in self.modes:
             raise ValueError(f"--trace draws a run of mode flash, which --modes {','.join(self.modes)} leaves out")
-        self.shape.check(self.ranks)
-        package = self.shape.package
-        if package and find_spec(package) is None:
+        self._check_shape()
+        self._check_peers()
+
+    def _check_shape(self) -> None:
+        shape = self.shape
+        shape.check(self.ranks)
+        for option, value, possible in (("pass", self.phase, shape.passes), ("dtype", self.dtype, shape.dtypes)):
+            if possible is not None and value not in possible:
+                raise ValueError(f"--{option} {value}: bench {shape.case} runs {', '.join(possible)}")
+        if shape.package and find_spec(shape.package) is None:
             raise ValueError(
-                f"bench {self.shape.case} needs {package}, which is not installed; pip install flashoverlap[hf]"
+                f"bench {shape.case} needs {shape.package}, which is not installed; pip install flashoverlap[hf]"
             )
+
+    def _check_peers(self) -> None:
+        case = self.shape.case
         for peer in self.peers:
-            if self.shape.case not in PEERS[peer]:
-                raise ValueError(f"--peers {peer} can run bench {', bench '.join(PEERS[peer])}, not {self.shape.case}")
+            if case not in PEERS[peer]:
+                can = dict.fromkeys(name.partition("_")[0] for name in PEERS[peer])
+                raise ValueError(f"--peers {peer} can run bench {', bench '.join(can)}, not {case}")
+            refusal = self.shape.refuses(peer)
+            if refusal:
+                raise ValueError(refusal)
         uneven = self.shape.uneven(self.ranks)
         if self.peers and uneven:
             peers = ",".join(self.peers)
@@ -105,7 +142,7 @@ class Options:
     def from_json(text: str) -> Options:
         """Reads what :meth:`to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
-        shape: type[Any] = SHAPES[fields.pop("case")]
+        shape = SHAPES[fields.pop("case")]
         for name in ("modes", "peers"):
             fields[name] = tuple(fields[name])
         return Options(**{**fields, "shape": shape(**fields["shape"])})

@@ -24,6 +24,9 @@ class Part:
         sent_bytes: by this rank; None where nobody counts.
         max_abs_error: against the float64 reference; None where nothing is compared.
         complaint: what is wrong with the values, or "".
+        peak_bytes: of tensors that were live at once; None where they are not counted.
+        first_matmul_s: from the start of a training step to its first matmul; empty where no steps are taken.
+        gradients_ready_s: from the last matmul of a step's backward until its gradients are ready.
     """
 
     row: str
@@ -35,6 +38,9 @@ class Part:
     sent_bytes: int | None = None
     max_abs_error: float | None = None
     complaint: str = ""
+    peak_bytes: int | None = None
+    first_matmul_s: list[float] = field(default_factory=list)
+    gradients_ready_s: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -51,7 +57,10 @@ class Row:
     wire_cpu_seconds: float | None = None
     communication_reduction: float | None = None
     latency_reduction: float | None = None
+    first_matmul_seconds: float | None = None
+    gradients_ready_seconds: float | None = None
     wire_bytes: int | None = None
+    peak_bytes: int | None = None
     max_abs_error: float | None = None
 
 
@@ -79,10 +88,10 @@ class Candidate:
         """Median over the rounds of what was added to the computation of the same round."""
         return median(mine - base for mine, base in zip(self.rounds, compute.rounds, strict=True))
 
-    def blocked(self) -> float | None:
-        """The slowest rank's median."""
-        counted = all(part.blocked_s for part in self.parts)
-        return max(median(part.blocked_s) for part in self.parts) if counted else None
+    def slowest(self, times: str) -> float | None:
+        """The median of the rank where it is longest; None where nobody counts."""
+        found = [getattr(part, times) for part in self.parts]
+        return max(map(median, found)) if all(found) else None
 
     def wire_cpu(self, compute: Candidate) -> float:
         """CPU time of the other threads beyond that of compute: the busiest rank's median."""
@@ -91,7 +100,8 @@ class Candidate:
 
     def measured(self, compute: Candidate) -> Row:
         """The row, without what compares it with off."""
-        sent, errors = [[getattr(p, name) for p in self.parts] for name in ("sent_bytes", "max_abs_error")]
+        names = ("sent_bytes", "peak_bytes", "max_abs_error")
+        sent, peaks, errors = [[getattr(part, name) for part in self.parts] for name in names]
         return Row(
             self.row,
             self.detail,
@@ -99,9 +109,12 @@ class Candidate:
             seconds_min=min(self.rounds),
             seconds_max=max(self.rounds),
             exposed_seconds=self.exposed(compute),
-            blocked_seconds=self.blocked(),
+            blocked_seconds=self.slowest("blocked_s"),
             wire_cpu_seconds=self.wire_cpu(compute),
+            first_matmul_seconds=self.slowest("first_matmul_s"),
+            gradients_ready_seconds=self.slowest("gradients_ready_s"),
             wire_bytes=None if None in sent else max(sent),
+            peak_bytes=None if None in peaks else max(peaks),
             max_abs_error=None if None in errors else max(errors),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -18,7 +18,10 @@ _COLUMNS = (
     ("wire_cpu_seconds", "wire cpu", "{:.4f}".format),
     ("communication_reduction", "comm. reduction", "{:.1%}".format),
     ("latency_reduction", "latency reduction", "{:.1%}".format),
+    ("first_matmul_seconds", "first matmul", "{:.4f}".format),
+    ("gradients_ready_seconds", "gradients ready", "{:.4f}".format),
     ("wire_bytes", "MB sent", lambda count: f"{count / 1e6:.1f}"),
+    ("peak_bytes", "MB peak", lambda count: f"{count / 1e6:.1f}"),
     ("max_abs_error", "max error", "{:.1e}".format),
 )
 
@@ -33,10 +36,36 @@ def title(result: Mapping[str, Any]) -> str:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """The rows; a dash where a number does not apply. All times are seconds."""
+    """The rows; a dash where a number does not apply, and no column of dashes alone. All times are seconds."""
     drawn = Table(title=title(result), title_justify="left", box=None, pad_edge=False)
-    for index, (_, head, _) in enumerate(_COLUMNS):
+    rows = result["rows"]
+    columns = [each for each in _COLUMNS if any(row[each[0]] is not None for row in rows)]
+    for index, (_, head, _) in enumerate(columns):
         drawn.add_column(head, justify="left" if index < 2 else "right", no_wrap=index != 1)
-    for row in result["rows"]:
-        drawn.add_row(*("-" if row[key] is None else shown(row[key]) for key, _, shown in _COLUMNS))
+    for row in rows:
+        drawn.add_row(*("-" if row[key] is None else shown(row[key]) for key, _, shown in columns))
     return drawn
+
+
+def sweep_table(name: str, results: Sequence[Mapping[str, Any]]) -> Table:
+    """Several results side by side, a line for each value of the size that differs between them.
+
+    Of each mode but compute: what it exposed, and by how much less that is than with off.
+    """
+    modes = [row["mode"] for row in results[0]["rows"] if row["mode"] != "compute"]
+    drawn = Table(title=f"{results[0]['case']}, by {name}", title_justify="left", box=None, pad_edge=False)
+    for head in (name, "compute", *(head for mode in modes for head in (mode, "")[: 1 + (mode != "off")])):
+        drawn.add_column(head, justify="right")
+    for result in results:
+        rows = {row["mode"]: row for row in result["rows"]}
+        cells = [str(result["shape"][name]), _shown(rows["compute"]["seconds"], "{:.4f}")]
+        for mode in modes:
+            cells.append(_shown(rows[mode]["exposed_seconds"], "{:.4f}"))
+            if mode != "off":
+                cells.append(_shown(rows[mode]["communication_reduction"], "{:.1%}"))
+        drawn.add_row(*cells)
+    return drawn
+
+
+def _shown(number: float | None, form: str) -> str:
+    return "-" if number is None else form.format(number)

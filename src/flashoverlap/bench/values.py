@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,17 +11,22 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 # what is allowed, for each unit of the largest value in the reference
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLD = 4  # of what is wrong
 
 
 def compare(
-    found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], tolerance: float
+    found: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
+    tolerance: float,
+    units: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[float, str]:
     """The largest error of all tensors, and what is wrong in words ("" where nothing is).
 
     Args:
         found: by name; each name of the reference has to be there. Of a DTensor the own shard is compared.
         reference: in float64; whole where ``found`` has a DTensor.
-        tolerance: allowed for each unit of a tensor's largest value, and at least for one.
+        tolerance: allowed for each unit of a tensor's largest value, and at least for a unit.
+        units: by name, where that unit is not one.
     """
     worst, complaints = 0.0, []
     for name, right in reference.items():
@@ -31,11 +37,12 @@ def compare(
         if isinstance(mine, DTensor):
             mine, right = own_shards(mine, right)
         error = float((mine.detach().double() - right).abs().max()) if right.numel() else 0.0
-        allowed = tolerance * max(1.0, float(right.abs().max()) if right.numel() else 0.0)
+        allowed = tolerance * max(units.get(name, 1.0), float(right.abs().max()) if right.numel() else 0.0)
         worst = max(worst, error) if error == error else error
         if not error <= allowed:  # also where it is not a number
             complaints.append(f"{name} differs by {error:.3g}, allowed is {allowed:.3g}")
-    return worst, "; ".join(complaints)
+    told = complaints[:_TOLD] + [f"{len(complaints) - _TOLD} more"] * (len(complaints) > _TOLD)
+    return worst, "; ".join(told)
 
 
 def own_shards(sharded: DTensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

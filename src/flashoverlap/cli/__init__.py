@@ -11,15 +11,19 @@ from typing import Annotated
 import typer
 
 from . import bench
+from .calibrate import calibrate
 from .common import HELP, SETTINGS, OneLineErrors
 from .generate import generate
 from .lab import lab
+from .plan import plan
 from .train import train
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, context_settings=HELP, **SETTINGS)
 app.add_typer(bench.app, name="bench")
+app.command()(calibrate)
 app.command()(train)
 app.command()(generate)
+app.command()(plan)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _NEEDS = {
-    "megatron": ("megatron.core", "pip install flashoverlap[peers]"),
-    "hf": ("accelerate", "pip install flashoverlap[peers]"),
+    "megatron": ("megatron.core",),
+    "hf": ("accelerate",),
+    "deepspeed": ("deepspeed", "einops"),
+    "yunchang": ("yunchang",),
 }
 
 
 def missing(peer: str) -> str | None:
-    """What to say of a peer that is not installed; None where it is."""
-    if peer not in _NEEDS:
+    """What to say of a peer that is not installed; None where it is. Nothing is imported."""
+    if all(map(_installed, _NEEDS.get(peer, ()))):
         return None
-    package, advice = _NEEDS[peer]
+    return f"{peer}: not installed (pip install flashoverlap[peers])"
+
+
+def _installed(package: str) -> bool:
     try:
-        found = find_spec(package) is not None
+        return find_spec(package) is not None
     except ModuleNotFoundError:
-        found = False
-    return None if found else f"{peer}: not installed ({advice})"
+        return False
