@@ -17,12 +17,12 @@ SOURCE = ROOT / "src" / "flashoverlap"
 # The level of every file, once. A folder's name stands for all files in it, unless a file of it is named itself. Imports
 # go down; inside one level they stay in one folder (or between a folder and those in it) and make no circle.
 LEVELS = {
-    0: "schedule flow machine trace overlap choice spec costs architectures",  # pure Python, no torch
-    1: "patterns all_to_all verify simulate report lab checkpoint_folder",
-    2: "plan __init__",
+    0: "schedule flow matmul rounds machine drift trace overlap spec costs architectures step_spec",  # pure Python, no torch
+    1: "patterns all_to_all deferred verify simulate simulated_rank standstill alike uplinks bursts workload wire_bound report lab machine_file checkpoint_folder step",
+    2: "plan choice cluster __init__",
     3: "torch",  # transports, execution, pieces: all of torch/ that is not named below
     4: "torch/functional torch/attention",
-    5: "torch/modules torch/plans torch/parallelize torch/data_parallel torch/__init__ arguments",
+    5: "torch/modules torch/plans torch/parallelize torch/data_parallel torch/__init__ arguments live_bytes",
     6: "integrations bench train generate",
     7: "cli __main__",
 }
@@ -31,13 +31,15 @@ MAY_READ_ENVIRONMENT = ("lab", "bench", "train", "generate", "cli", "arguments")
 
 PUBLIC = {
     "flashoverlap": """
-        Collective Compute Exchange Kernel Link Machine Overlap Schedule ScheduleError Trace __version__
-        all_gather_matmul all_reduce all_to_all build matmul_reduce_scatter mlp simulate verify""",
+        Collective Compute Exchange Kernel Link Machine Matmul Overlap Plan Schedule ScheduleError Trace __version__
+        all_gather_matmul all_reduce all_to_all build matmul_reduce_scatter mlp plan simulate verify""",
     "flashoverlap.torch": """
-        CausalLM ColumnParallel FusedMLP Overlap ParallelAttention PeerError Replicated RowParallel SequenceParallel
-        ShardedInput VocabParallelEmbedding VocabParallelHead all_gather all_gather_linear all_reduce
-        all_reduce_grad_linear attention_reduce_scatter full_state_dict linear_all_reduce linear_reduce_scatter mlp
-        parallelize reduce_scatter report split sum_gradient vocab_parallel_cross_entropy""",
+        CausalLM ColumnParallel FusedMLP Overlap ParallelAttention PeerError Replicated RowParallel
+        SequenceParallel ShardedInput UlyssesAttention VocabParallelEmbedding VocabParallelHead all_gather
+        all_gather_linear all_reduce all_reduce_grad_linear all_to_all_linear attention_all_to_all_linear
+        attention_reduce_scatter calibrate data_parallel full_state_dict linear_all_reduce linear_all_to_all
+        linear_reduce_scatter mlp parallelize reduce_scatter report split sum_gradient use_machine
+        vocab_parallel_cross_entropy""",
 }
 
 

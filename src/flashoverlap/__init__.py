@@ -6,8 +6,10 @@ flashoverlap.torch as fo`` has the operators. Nothing here loads torch.
 
 from .all_to_all import all_to_all
 from .machine import Kernel, Link, Machine
+from .matmul import Matmul
 from .overlap import Overlap
 from .patterns import all_gather_matmul, all_reduce, build, matmul_reduce_scatter, mlp
+from .plan import Plan, plan
 from .schedule import Collective, Compute, Exchange, Schedule, ScheduleError
 from .simulate import simulate
 from .trace import Trace
@@ -22,7 +24,9 @@ __all__ = [
     "Kernel",
     "Link",
     "Machine",
+    "Matmul",
     "Overlap",
+    "Plan",
     "Schedule",
     "ScheduleError",
     "Trace",
@@ -33,6 +37,7 @@ __all__ = [
     "build",
     "matmul_reduce_scatter",
     "mlp",
+    "plan",
     "simulate",
     "verify",
 ]

@@ -2,14 +2,19 @@
 
 from ..overlap import Overlap
 from ..report import Report
+from .calibrate import calibrate, use_machine
 from .call import REPORT
+from .data_parallel import data_parallel
 from .functional import (
     all_gather,
     all_gather_linear,
     all_reduce,
     all_reduce_grad_linear,
+    all_to_all_linear,
+    attention_all_to_all_linear,
     attention_reduce_scatter,
     linear_all_reduce,
+    linear_all_to_all,
     linear_reduce_scatter,
     mlp,
     reduce_scatter,
@@ -26,6 +31,7 @@ from .modules import (
     RowParallel,
     SequenceParallel,
     ShardedInput,
+    UlyssesAttention,
     VocabParallelEmbedding,
     VocabParallelHead,
     full_state_dict,
@@ -50,15 +56,21 @@ __all__ = [
     "RowParallel",
     "SequenceParallel",
     "ShardedInput",
+    "UlyssesAttention",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "all_gather",
     "all_gather_linear",
     "all_reduce",
     "all_reduce_grad_linear",
+    "all_to_all_linear",
+    "attention_all_to_all_linear",
     "attention_reduce_scatter",
+    "calibrate",
+    "data_parallel",
     "full_state_dict",
     "linear_all_reduce",
+    "linear_all_to_all",
     "linear_reduce_scatter",
     "mlp",
     "parallelize",
@@ -66,5 +78,6 @@ __all__ = [
     "report",
     "split",
     "sum_gradient",
+    "use_machine",
     "vocab_parallel_cross_entropy",
 ]
