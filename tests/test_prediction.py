@@ -48,7 +48,7 @@ def test_auto_is_compared_with_the_best_of_the_same_point():
 def test_every_point_of_the_grid_can_be_run():
     full = list(prediction.grid(list(prediction.CASES), quick=False, repeats=3))
     quick = list(prediction.grid(["mlp"], quick=True, repeats=3))
-    assert len(full) == 3 * 4 * 3 * 2
+    assert len(full) == 4 * 4 * 3 * 2
     assert len(quick) == 4
 
 

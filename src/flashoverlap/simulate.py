@@ -345,6 +345,9 @@ class _Replay:
         ops = [other.wire[other.sent] for other in self.ranks]
         collectives = [op for op in ops if isinstance(op, Collective)]
         seconds, moved = collective_cost(collectives, self.schedule.ranks, self.schedule, self.machine)
+        if self.bursts is not None:
+            gains = zip(self.ranks, moved, strict=True)
+            seconds -= min(self.bursts.gained_s(other.number, each, seconds, self.now) for other, each in gains)
         for other, nbytes in zip(self.ranks, moved, strict=True):
             other.leaving = other.arriving = self.ports
             if self.contention:

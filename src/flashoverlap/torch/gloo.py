@@ -88,6 +88,7 @@ class _Transfer:
                 assert self.work is not None
                 self.work.wait()
                 self.done_s = time.monotonic()
+                self.work = self.start = self.after = None  # and what they hold
         except Exception as error:
             if self.peer is None:
                 self._probe(None)  # a collective does not say who died
@@ -165,6 +166,7 @@ class Gloo(Planned):
         self._probes: deque[Any] = deque(maxlen=16)
         self._byte = torch.zeros(1, dtype=torch.uint8)
         self._sent_to: int | None = None
+        self._last_sent: Any = DONE
         self._threads: dict[str, _Waiter] = {}
         self._finalizer = weakref.finalize(self, _close, self._threads)
 
@@ -197,7 +199,8 @@ class Gloo(Planned):
     def _post_cards(self, card: bytes) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
         """Posts the exchange of cards with every peer: the cards by rank, and (peer, work) to wait for."""
         self.calls += 1
-        self._sent_to = None
+        if self._last_sent.arrived:  # else some of this call's may not have been posted yet, and must not be overtaken
+            self._sent_to = None
         tag = _CARD_TAG + self.calls % _CARD_TAGS
         cards = [torch.empty(CARD_BYTES, dtype=torch.uint8) for _ in range(self.world_size)]
         cards[self.rank] = mine = torch.frombuffer(bytearray(card), dtype=torch.uint8)
@@ -242,6 +245,7 @@ class Gloo(Planned):
         except RuntimeError as error:
             raise self._give_up(f"rank {to} of the group is gone", error, to) from error
         self._thread("out").put(leaving)
+        self._last_sent = leaving
         return leaving, arriving
 
     def collective(self, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Any:

@@ -15,7 +15,7 @@ from .transport import Silent
 from .wire import gathered
 
 _MANY = 8  # exchanges with each peer
-_ROUNDS = 15
+_ROUNDS = 25
 
 
 class Steps(NamedTuple):

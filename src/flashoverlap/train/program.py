@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import typer
 
+import flashoverlap.torch as fo
 from flashoverlap.train.alone import computation_alone
 from flashoverlap.train.checkpoint import Checkpoints
 from flashoverlap.train.compare import Comparison
@@ -46,9 +47,11 @@ def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen
         first = checkpoints.begin(training, screen)
     result, journal = ModeResult(options.mode), Journal(options, scale, screen, first)
 
+    notes: dict[str, None] = {}  # of all steps, each of which begins the report anew
     with screen.steps(first, options.steps):
         for number in range(first, options.steps):
             timed = ranks.stopwatch.time(lambda number=number: training.step(number))
+            notes |= dict.fromkeys(fo.report().notes)
             journal.step(number, journal.enter(result, number, timed, alone_s))
             if checkpoints.due(number + 1):
                 checkpoints.save(training, number + 1)
@@ -59,6 +62,8 @@ def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen
     if options.trace is not None:
         save_trace(training, ranks, options.steps, options.trace)
     journal.close([result], options.json, options.trace)
+    for note in notes:
+        screen.say(note)
 
 
 def main(**chosen: Any) -> None:

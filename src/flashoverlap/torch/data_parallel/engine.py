@@ -129,12 +129,14 @@ class Engine:
         if self.stream is None:
             with self.computing():
                 yield
+            self._settle()
             return
         self.stream.begin(("forward", differentiable, training))
         try:
             with self.computing():
                 yield
             self.stream.end()
+            self._settle()
         except BaseException as error:  # what is on its way will not be taken, and the peers wait for the rest
             self.gradients.abandon(error)
             raise
@@ -153,10 +155,17 @@ class Engine:
         ours = {member.parameter for member in self._unit_of}
         if not any(parameter in ours for group in optimizer.param_groups for parameter in group["params"]):
             return
+        if not after:
+            self._settle()
+            return
         for source in (self.values, self.stream):
-            if source is not None and after:
+            if source is not None:
                 source.stepped()
-            elif source is not None:
+
+    def _settle(self) -> None:
+        """Returns once no shard is read any more: whoever loads a state dict, say, writes to them unannounced."""
+        for source in (self.values, self.stream):
+            if source is not None:
                 source.settle()
 
     def value(self, member: Member) -> torch.Tensor:
