@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @cache

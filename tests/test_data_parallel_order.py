@@ -118,6 +118,7 @@ def test_a_unit_that_is_not_ready_holds_the_others_up_until_the_end(events):
         events.clear()
         model(torch.ones(3, 4), both).backward()
     first = model._engine.gradients.order.numbers
-    assert [event for event in events if event.startswith("post")] == ["post 12", "post 12"]
+    # the one left out was in the pass before, so the others may count on it: it travels in its turn, at the end
+    assert [event for event in events if event.startswith("post")] == ["post 16", "post 12"] * 2
     assert sorted(first) == [0, 1]
     assert model.last.weight.grad is not None  # of the pass before, which nobody has cleared

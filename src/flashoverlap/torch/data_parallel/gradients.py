@@ -6,9 +6,9 @@ the end of the pass, where all ranks tell each other what they have: what some r
 where there is nothing.
 
 [Note: room] What is in flight holds memory, so a pass waits for the oldest of it where there would be more than
-suffices (:func:`_room`). Whoever waits must be sure that the others get there, whatever they leave out. So this is done where the
-ranks were alike in the pass before. Then the units that it had are awaited by all: a rank begins those that it has
-nothing of, with zeros, before it waits for anything that came later in that pass; at its end the rest of them.
+suffices (:func:`_room`). Whoever waits must be sure that the others get there, whatever they leave out. So this is done
+where the ranks were alike in the pass before. Then the units that it had are awaited by all: a rank begins those that
+it has nothing of, with zeros, before it waits for anything that came later in that pass; at its end the rest of them.
 
 [Note: end of the pass] A callback of the autograd engine runs when the outermost graph has been walked. It is queued by
 whatever comes first: the gradient of the model's output, or of a parameter.
@@ -62,7 +62,7 @@ class Gradients:
 
     def __init__(self, name: str, units: Sequence[Unit], channels: Channels, way: Way, account: Account) -> None:
         self._name, self._units, self._channels, self._way, self._account = name, units, channels, way, account
-        self.order = Order(sorted(reversed(range(len(units))), key=lambda number: not units[number].is_trained))
+        self.order = Order(sorted(range(len(units)), key=lambda number: (not units[number].is_trained, -number)))
         self.others: list[Order] = []  # settled together with this one
         self.stream: Stream | None = None
         self.forwards = 0  # since the last pass: what is gathered again in backward depends on it
