@@ -40,7 +40,10 @@ def test_kernels_that_need_many_rows_are_cut_less():
 @pytest.mark.parametrize(("rows", "mode"), [(1, "off"), (8, "off"), (64, "off"), (511, "off"), (512, "flash")])
 def test_small_calls_without_a_machine_overlap_nothing(rows, mode, monkeypatch):
     monkeypatch.setattr("flashoverlap.choice.WORTH_BYTES", 1 << 20)
-    for op, sizes in (("mlp", SIZES), ("matmul_reduce_scatter", {"heads": 4, "head_dim": 128, "keys": rows, "out": 512})):
+    for op, sizes in (
+        ("mlp", SIZES),
+        ("matmul_reduce_scatter", {"heads": 4, "head_dim": 128, "keys": rows, "out": 512}),
+    ):
         choice = choose(Overlap(), op, split_sizes(rows, 2), sizes=sizes)
         assert (choice.mode, choice.code) == (mode, "small" if mode == "off" else "rule_of_thumb")
         if mode == "off":
