@@ -39,3 +39,8 @@ def outcomes(world_size, function, *, timeout_s=30.0):
         thread.join(timeout_s + 60)
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     return results, errors
+
+
+def named(value):
+    """The id of a parameter, the same in every process: functions have addresses in their text."""
+    return value.__qualname__ if callable(value) else str(value)

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flashoverlap.torch as fo
-from ranks import run_ranks
+from ranks import named, run_ranks
 
 VOCABULARY = 11
 REDUCTIONS = ("mean", "sum", "none")
@@ -223,7 +223,7 @@ def test_a_label_outside_of_the_vocabulary(label):
         ("(?s)disagree.*mean.*sum", lambda rank: {"reduction": REDUCTIONS[rank]}),
         ("(?s)disagree.*100.*7", lambda rank: {"ignore_index": (-100, 7)[rank]}),
     ],
-    ids=str,
+    ids=named,
 )
 def test_ranks_that_disagree(says, arguments):
     refused(ValueError, says, arguments)
@@ -242,7 +242,7 @@ def test_ranks_that_disagree(says, arguments):
         (TypeError, "ignore_index", {"ignore_index": None}),
         (ValueError, "group=None", {"group": None}),
     ],
-    ids=str,
+    ids=named,
 )
 def test_arguments_that_cannot_work(error, says, changed):
     refused(error, says, lambda rank: changed)

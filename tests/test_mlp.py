@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import flashoverlap.torch as fo
-from ranks import run_ranks
+from ranks import named, run_ranks
 from unsharded import HIDDEN, MLP, MODES, SHAPES, Problem, mlp_operator, shard
 
 PLAIN = mlp_operator(gated=False)
@@ -136,7 +136,7 @@ def test_without_gradients_and_then_with(without):
     run_ranks(3, main)
 
 
-@pytest.mark.parametrize("activation", ["silu", F.softmax, lambda rows: torch.softmax(rows, -1)], ids=str)
+@pytest.mark.parametrize("activation", ["silu", F.softmax, lambda rows: torch.softmax(rows, -1)], ids=named)
 def test_autocast(activation):
     activation = (lambda rows: torch.softmax(rows, -1)) if activation is F.softmax else activation
     op = mlp_operator(activation)
