@@ -6,38 +6,34 @@ computes, and what the optimizer steps on otherwise. A plain nn.Linear computes 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..connected import Connected
 from .engine import Engine
 from .linear import Fused
 from .unit import Member
 
 
-class Replicated:
+class Replicated(Connected):
     """Mixed into the class of every module that data_parallel has changed."""
 
     _engine: Engine
 
+    cannot_be_pickled = (
+        "a data-parallel module holds connections and cannot be pickled; save model.state_dict(), with "
+        "torch.distributed.checkpoint or torch.save, and load it into a freshly made model"
+    )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._engine.copy_shards(memo)
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a data-parallel module holds connections and cannot be pickled; save model.state_dict(), with "
-            "torch.distributed.checkpoint or torch.save, and load it into a freshly made model"
-        )
+        return super().__deepcopy__(memo)
 
 
 class Root(Replicated):

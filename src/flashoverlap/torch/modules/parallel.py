@@ -6,12 +6,11 @@ a deep copy then works on its own parameters, ``isinstance`` stays true, and hoo
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...overlap import Overlap
 from ...report import placed
+from ..connected import Connected
 from ..functional import sum_gradient
 from .axes import Axes, Axis
 
@@ -62,7 +62,7 @@ class Parallel:
         return self  # a process group cannot be copied, and need not be
 
 
-class Parallelized(nn.Module):
+class Parallelized(Connected, nn.Module):
     """Mixed into the class of every module that a plan has changed."""
 
     _parallel: Parallel
@@ -71,18 +71,10 @@ class Parallelized(nn.Module):
     """Whether its class has the name of the module's own, which others write into files."""
     takes_one = True
     """Whether the module takes one tensor and nothing else."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a parallelized module holds a process group and cannot be pickled; save model.state_dict(), with "
-            "torch.distributed.checkpoint or torch.save, and load it into a freshly parallelized model"
-        )
+    cannot_be_pickled = (
+        "a parallelized module holds a process group and cannot be pickled; save model.state_dict(), with "
+        "torch.distributed.checkpoint or torch.save, and load it into a freshly parallelized model"
+    )
 
 
 @cache

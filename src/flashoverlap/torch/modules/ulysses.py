@@ -11,9 +11,8 @@ The idea is DeepSpeed-Ulysses (arXiv 2309.14509); the all-to-alls hide behind th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from torch import nn
 from ...overlap import Overlap
 from ..call import Call, eager
 from ..check import check_overlap, shape
+from ..connected import Connected
 from ..functional import all_gather, attention_all_to_all_linear, linear_all_to_all, sum_gradient
 from ..functional.scores import Kernel
 from ..transport import refusing, transport_of
@@ -29,7 +29,7 @@ from .heads import spread
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class UlyssesAttention(nn.Module):
+class UlyssesAttention(Connected, nn.Module):
     """Self-attention of sequences that are sharded over the ranks of a group.
 
     Each rank computes some of the heads, for all rows. Where ranks are no more than key/value heads, these are spread
@@ -58,6 +58,8 @@ class UlyssesAttention(nn.Module):
         ValueError: heads that do not fit the weights or each other.
     """
 
+    cannot_be_pickled = "UlyssesAttention holds a process group and cannot be pickled; save its state_dict()"
+
     def __init__(
         self,
         q: nn.Linear,
@@ -84,15 +86,9 @@ class UlyssesAttention(nn.Module):
         self._call = {"group": group, "overlap": overlap}
         self._check_heads()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesAttention:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self._call)] = self._call  # a process group cannot be copied, and need not be
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} holds a process group and cannot be pickled; save its state_dict()")
+        return super().__deepcopy__(memo)
 
     @eager
     def forward(
