@@ -21,6 +21,7 @@ from flashoverlap.bench.summary import Part, as_json, summarize
 from flashoverlap.bench.table import table, title
 from flashoverlap.bench.values import compare
 from flashoverlap.lab import lab_unavailable
+from flashoverlap.machine_file import read
 from ranks import run_ranks
 
 SMALL = MlpShape(64, 16, 32)
@@ -48,6 +49,9 @@ COLUMNS = {
         ({"splits": "many"}, "--splits many"),
         ({"ranks": 0}, "not 0"),
         ({"link": "fast"}, "'fast'"),
+        ({"nodes": 2}, "nodes 2 need a link and an uplink with a rate, not '1gbit' and None"),
+        ({"nodes": 3, "uplink": "1gbit"}, "ranks 2 can be on 1 to 2 nodes, not 3"),
+        ({"uplink": "1gbit"}, "uplink '1gbit' goes between nodes, and there is one"),
         ({"trace": True, "modes": ("off",)}, "--trace"),
         ({"shape": MlpShape(0, 16, 32)}, "--seq 0"),
         ({"shape": MlpShape(64, 16, -1)}, "--ffn -1"),
@@ -60,7 +64,9 @@ def test_meaningless_options_are_refused_with_their_value(options, told):
 
 
 def test_options_survive_json():
-    options = Options(SMALL, 4, "100mbit", ("flash",), ("dtensor",), "train", "float64", 2, "best", "ring", True)
+    options = Options(
+        SMALL, 4, "100mbit", ("flash",), ("dtensor",), "train", "float64", 2, "best", "ring", True, 2, "50mbit"
+    )
     assert Options.from_json(options.to_json()) == options
 
 
@@ -287,3 +293,20 @@ def test_train_on_a_link():
     assert rows["flash"]["wire_bytes"] == rows["off"]["wire_bytes"] == ideal
     assert outcome.result["link_bytes_per_s"] == 12_500_000
     assert outcome.result["bound_seconds"] == max(rows["compute"]["seconds"], ideal / 12_500_000)
+
+
+@pytest.mark.skipif(lab_unavailable() is not None, reason="no lab on this machine")
+def test_nodes_are_calibrated_for_auto(tmp_path, monkeypatch):
+    """What crosses the uplink of a node takes its time, and the machine that auto plans with knows of the nodes."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # where machines are kept
+    options = Options(MlpShape(256, 128, 256), 4, "200mbit", ("auto",), repeats=2, nodes=2, uplink="50mbit")
+    assert options.ranks_of_nodes == (2, 2)
+    outcome = run(options, timeout_s=120)
+    assert outcome.complaints == []
+    assert (outcome.result["nodes"], outcome.result["uplink_bytes_per_s"]) == ((2, 2), 6_250_000)
+    rows = {row["mode"]: row for row in outcome.result["rows"]}
+    assert rows["auto"]["seconds"] > 0
+    (kept,) = (tmp_path / ".cache" / "flashoverlap").glob("machine-*.json")
+    machine = read(kept)
+    assert machine.nodes == (2, 2)
+    assert machine.uplink.bytes_per_s < 0.5 * machine.link.bytes_per_s

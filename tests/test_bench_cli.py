@@ -63,6 +63,15 @@ def test_a_size_with_several_values_is_run_once_for_each(seen, tmp_path):
     assert [list(each) for each in written["results"]] == [KEYS] * 2
 
 
+def test_nodes_are_handed_on(seen):
+    assert call("mlp", "--ranks", 4, "--nodes", 2, "--uplink", "100mbit").exit_code == 0
+    (options,) = seen
+    assert (options.nodes, options.uplink, options.lab().nodes) == (2, "100mbit", 2)
+    refused = call("mlp", "--nodes", 2)
+    assert (refused.exit_code, len(seen)) == (2, 1)
+    assert "nodes 2 need a link and an uplink with a rate" in refused.output
+
+
 def test_each_case_of_dp_has_sizes_of_its_own(seen):
     assert call("dp", "--case", "llm", "--shard", "none", "--ffn", 1024).exit_code == 0
     assert call("dp", "--layers", 3).exit_code == 0

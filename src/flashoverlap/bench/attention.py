@@ -15,6 +15,7 @@ from .case import Case
 from .contestant import Contestant, Ours
 from .dense_attention import attended
 from .shapes import AttentionShape
+from .slices import SlicedSequences
 
 
 class Attention(Case):
@@ -48,9 +49,15 @@ class Attention(Case):
         self.grad = self._full_grad[:, self._rows.start : self._rows.stop].clone()
 
     def contestant(self, group: Any, transport: Any, overlap: Overlap, variant: str = "") -> Contestant:
-        """All modes on the same leaves, since an operator holds none."""
+        """All modes on the same leaves, since an operator holds none; slices are of sequences, by torch's collectives.
+
+        Of one sequence they are of query rows, by an operator: each slice of its heads would scatter all rows.
+        """
+        if overlap.mode == "slice" and self.shape.batch > 1:
+            return SlicedSequences(self, group, overlap.slices or 1)
         forward = self.row if variant == "row" else self.forward
-        return Ours(lambda: forward(transport, overlap), self.leaves)
+        detail = f"{overlap.slices} slices of rows" if overlap.mode == "slice" else ""
+        return Ours(lambda: forward(transport, overlap), self.leaves, detail)
 
     def forward(self, group: Any, overlap: Overlap) -> torch.Tensor:
         """Own rows of the output by one ``fo.attention_reduce_scatter``."""

@@ -47,7 +47,7 @@ def candidates(options: Options) -> list[Candidate]:
 
 def _of_mode(mode: str, options: Options) -> list[Candidate]:
     if mode == "slice":
-        tried = options.shape.slices
+        tried = options.shape.slices_on(options.ranks)
         note = f"best of {', '.join(map(str, tried))}" if len(tried) > 1 else ""
         return [Candidate(mode, Overlap(mode, slices=slices), note) for slices in tried]
     if mode == "collective":

@@ -19,7 +19,7 @@ class Contestant(ABC):
     Attributes:
         leaves: by the names that the case has for them; tensors of their own, unless the contestant only calls
             operators on those of the case.
-        detail: what it is, where the library's report does not say.
+        detail: what it is; "" where the library's report says it.
     """
 
     leaves: Mapping[str, torch.Tensor]
@@ -70,16 +70,20 @@ class Contestant(ABC):
         """Those that it moves something over, of the library's, where it is one of its modes."""
         return [transport_of(group)]
 
+    def blocked_s(self) -> float | None:
+        """What the last run stood waiting, where the library's report has no record of it; None where nobody counts."""
+        return None
+
     def tails(self) -> Tails | None:
         """What of a training step hides behind no matmul; None of a case that does not train."""
         return None
 
 
 class Ours(Contestant):
-    """The library in one mode: what runs it on this rank, and the leaves that it uses."""
+    """The library in one mode: what runs it on this rank, the leaves that it uses, and what the report does not say."""
 
-    def __init__(self, run: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> None:
-        self._run, self.leaves = run, leaves
+    def __init__(self, run: Callable[[], torch.Tensor], leaves: Mapping[str, torch.Tensor], detail: str = "") -> None:
+        self._run, self.leaves, self.detail = run, leaves, detail
 
     def forward(self) -> torch.Tensor:
         """The own part of the output."""

@@ -109,17 +109,21 @@ class Bench:
         part.other_cpu_s.append((time.process_time() - time.thread_time() - other_s) / passes)
         del out
         records = fo.report().records
-        if records:
+        if records and not runner.detail:
             part.detail = ", ".join(dict.fromkeys(record.detail for record in records if record.detail))
-            part.blocked_s.append(sum(record.blocked_s for record in records) / passes)
-        part.sent_bytes = self._sent_bytes(index, sum(record.bytes for record in records) // passes)
+        blocked_s = sum(record.blocked_s for record in records) if records else runner.blocked_s()
+        if blocked_s is not None:
+            part.blocked_s.append(blocked_s / passes)
+        counted = sum(record.bytes for record in records) // passes if records else None
+        part.sent_bytes = self._sent_bytes(index, counted)
 
-    def _sent_bytes(self, index: int, counted: int) -> int | None:
-        """What was sent; the report does not know what a backend's own collective sends, nor what a peer does."""
+    def _sent_bytes(self, index: int, counted: int | None) -> int | None:
+        """What was sent; the report does not know what a backend's own collective sends, nor what others do."""
         candidate = self._candidates[index]
         if candidate.silent or self._group.size() == 1:
             return 0
-        return None if candidate.overlap is None or candidate.overlap.mode == "collective" else counted
+        collective = candidate.overlap is not None and candidate.overlap.mode == "collective"
+        return None if collective else counted
 
     def _tailed(self, index: int) -> None:
         """Takes the tails of a candidate that has some."""

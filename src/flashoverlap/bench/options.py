@@ -12,6 +12,7 @@ import typer
 from ..arguments import count, words
 from ..lab import Lab, Link
 from ..overlap import DTYPES
+from ..patterns import split_sizes
 from .shapes import SHAPES, Shape
 
 MODES = ("compute", "off", "collective", "slice", "flash", "auto")
@@ -48,6 +49,8 @@ class Options:
         splits: of mode flash: "auto" (the library's rule), "best" (of several), or a number.
         pattern: of modes flash and auto.
         trace: whether one further run of flash is traced.
+        nodes: of the ranks; those of one node share its uplink to the others.
+        uplink: its rate, where there are several.
 
     Raises:
         ValueError: an unknown name or a number out of range; the message has the option and its value.
@@ -72,9 +75,13 @@ class Options:
     splits: Annotated[str, typer.Option(help="Splits of mode flash: auto, a number, or best (of 1, 2, 4, 8).")] = "auto"
     pattern: Annotated[str, typer.Option(help=f"Of modes flash and auto. {_one_of(PATTERNS)}")] = "direct"
     trace: bool = False
+    nodes: Annotated[int, count("Nodes of the ranks; those of one node share its uplink.")] = 1
+    uplink: Annotated[
+        str | None, typer.Option(help="Rate of each node's link to the others, as for --link; goes with --nodes.")
+    ] = None
 
     def __post_init__(self) -> None:
-        Lab(self.ranks, self.link)  # checks both
+        self.lab()  # checks what it is made of
         for option, values, known in (
             ("modes", self.modes, MODES),
             ("peers", self.peers, tuple(PEERS)),
@@ -116,6 +123,15 @@ class Options:
         if self.peers and uneven:
             peers = ",".join(self.peers)
             raise ValueError(f"--peers {peers} cannot take {uneven}, which {self.ranks} ranks do not divide")
+
+    def lab(self) -> Lab:
+        """The lab that the ranks run in."""
+        return Lab(self.ranks, self.link, nodes=self.nodes, uplink=self.uplink)
+
+    @property
+    def ranks_of_nodes(self) -> tuple[int, ...]:
+        """How many ranks each node has."""
+        return tuple(split_sizes(self.ranks, self.nodes))
 
     @property
     def train(self) -> bool:

@@ -30,6 +30,8 @@ def title(result: Mapping[str, Any]) -> str:
     """One line on what was run, and the bound."""
     rate = result["link_bytes_per_s"]
     link = "loopback" if rate is None else f"{rate * 8 / 1e6:g} Mbit/s a direction"
+    if "nodes" in result:
+        link += f", {len(result['nodes'])} nodes at {result['uplink_bytes_per_s'] * 8 / 1e6:g} Mbit/s"
     sizes = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
     bound = "" if result["bound_seconds"] is None else f"; bound {result['bound_seconds']:.4f} s"
     return f"{result['case']} {result['pass']}, {result['ranks']} ranks, {link}, {result['dtype']}, {sizes}{bound}"

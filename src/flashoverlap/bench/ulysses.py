@@ -15,6 +15,7 @@ from .case import Case
 from .contestant import Contestant, Ours
 from .dense_attention import attended
 from .shapes import UlyssesShape
+from .slices import SlicedUlysses, cut
 
 WEIGHTS = ("wq", "wk", "wv", "wo")
 
@@ -29,27 +30,39 @@ class Ulysses(Case):
     Attributes:
         full: the whole tensors by name.
         leaves: own rows of x, and the weights.
+        kv_heads: key and value heads by rank, with which the heads go that read them.
     """
 
     def __init__(self, shape: UlyssesShape, dtype: torch.dtype, rank: int, world_size: int) -> None:
         self.shape, self.dtype, self.rank, self.world_size = shape, dtype, rank, world_size
         self.full, self._full_grad = _values(shape, dtype)
         rows = split_sizes(shape.seq, world_size)
+        self.kv_heads = cut(range(shape.kv_heads), world_size)
         self._rows = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
         parts = {**self.full, "x": self.full["x"][:, self._rows]}
         self.leaves = {name: part.clone().requires_grad_() for name, part in parts.items()}
         self.grad = self._full_grad[:, self._rows].clone()
 
     def contestant(self, group: Any, transport: Any, overlap: Overlap, variant: str = "") -> Contestant:
-        """All modes on the same leaves, since an operator holds none."""
+        """All modes on the same leaves, since an operator holds none; slices are of heads, by torch's collectives."""
+        if overlap.mode == "slice":
+            return SlicedUlysses(self, group, overlap.slices or 1)
         return Ours(lambda: self.forward(transport, overlap), self.leaves)
 
     def forward(self, group: Any, overlap: Overlap) -> torch.Tensor:
         """Own rows of the output by ``fo.linear_all_to_all`` and ``fo.attention_all_to_all_linear``."""
         x, *projections, wo = (self.leaves[name] for name in ("x", *WEIGHTS))
-        projected = fo.linear_all_to_all(x, projections, group=group, overlap=overlap)
+        queries, keys = self._shares(self.shape.heads // self.shape.kv_heads), self._shares(1)
+        projected = fo.linear_all_to_all(x, projections, shares=[queries, keys, keys], group=group, overlap=overlap)
         q, k, v = map(self.by_head, projected)
-        return fo.attention_all_to_all_linear(q, k, v, wo, causal=self.shape.causal, group=group, overlap=overlap)
+        return fo.attention_all_to_all_linear(
+            q, k, v, wo, causal=self.shape.causal, shares=queries, group=group, overlap=overlap
+        )
+
+    def _shares(self, readers: int) -> list[range]:
+        """By rank, the features of so many heads for each of its key and value heads."""
+        each = readers * self.shape.head_dim
+        return [range(own.start * each, own.stop * each) for own in self.kv_heads]
 
     def by_head(self, rows: torch.Tensor) -> torch.Tensor:
         """``[B, rows, heads * D]`` as ``[B, heads, rows, D]``."""

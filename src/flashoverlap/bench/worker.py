@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..torch import calibrate
 from .candidates import candidates
 from .measure import Bench
 from .options import Options
@@ -27,6 +28,8 @@ def main(directory: Path) -> None:
     try:
         control: Any = dist.new_group(backend="gloo")
         assert dist.group.WORLD is not None
+        if options.nodes > 1 and "auto" in options.modes:  # on one host, so that nobody could see the nodes
+            calibrate(dist.group.WORLD, dtype=getattr(torch, options.dtype), nodes=options.ranks_of_nodes)
         bench = Bench(options, candidates(options), dist.group.WORLD, lambda: dist.barrier(group=control))
         parts = bench.run()
         spans = bench.traces() if options.trace else {}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...patterns import split_sizes
-from .shape import Shape, busiest_rows, check_multiple, check_positive, first_uneven, size
+from .shape import Shape, at_most, busiest_rows, check_multiple, check_positive, first_uneven, size
 
 COMPARED = ("row",)
 
@@ -33,6 +33,10 @@ class UlyssesShape(Shape):
     def head_dim(self) -> int:
         """Features of a head."""
         return self.hidden // self.heads
+
+    def slices_on(self, ranks: int) -> tuple[int | None, ...]:
+        """Slices of the heads that a rank has."""
+        return at_most(self.slices, self.heads // self.kv_heads * max(split_sizes(self.kv_heads, ranks)))
 
     def check(self, ranks: int) -> None:
         """Raises ValueError for sizes below one and for heads or rows that cannot be shared out."""
@@ -61,8 +65,9 @@ class UlyssesShape(Shape):
         return busiest * self.batch
 
     def reduced(self, ranks: int) -> UlyssesShape:
-        """A small shape whose rows the ranks do not divide."""
-        return replace(self, seq=10 * ranks + 1, hidden=8 * ranks, heads=2 * ranks, kv_heads=ranks, batch=2)
+        """A small shape whose rows and heads the ranks do not divide."""
+        kv_heads = ranks + 1
+        return replace(self, seq=10 * ranks + 1, hidden=8 * kv_heads, heads=2 * kv_heads, kv_heads=kv_heads, batch=2)
 
     def uneven(self, ranks: int) -> str | None:
         """None: rows and heads are shared out evenly."""
@@ -89,6 +94,10 @@ class AttentionShape(UlyssesShape):
         """Those that are compared."""
         return (self.compare,) if self.compare else ()
 
+    def slices_on(self, ranks: int) -> tuple[int | None, ...]:
+        """Slices of the sequences, or of the rows of one."""
+        return at_most(self.slices, self.batch) if self.batch > 1 else self.slices
+
     def check(self, ranks: int) -> None:
         """Raises ValueError for sizes below one and for too few heads."""
         self._check_heads()
@@ -101,10 +110,9 @@ class AttentionShape(UlyssesShape):
         """Forward a scatter of all rows, backward a gather."""
         return busiest_rows(self.seq, ranks, int(train), 1) * self.batch * self.hidden
 
-    def reduced(self, ranks: int) -> AttentionShape:
-        """A small shape whose rows and heads the ranks do not divide."""
-        kv_heads = ranks + 1
-        return replace(self, seq=10 * ranks + 1, hidden=8 * kv_heads, heads=2 * kv_heads, kv_heads=kv_heads, batch=2)
+    def reduced(self, ranks: int) -> UlyssesShape:
+        """The same; one sequence stays one, since more of them are cut in another way."""
+        return replace(super().reduced(ranks), batch=min(self.batch, 3))
 
     def uneven(self, ranks: int) -> str | None:
         """The first of the sharded sizes that the ranks do not divide."""
