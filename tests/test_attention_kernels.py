@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flashoverlap.torch as fo
 from attention_cases import check, dense_rule, part, problem
-from flashoverlap.torch.functional.attend import Heads, Piece, Scores, attention
+from flashoverlap.torch.functional.attend import Heads, attention
 from flashoverlap.torch.functional.attention import attention_by_queries
 from flashoverlap.torch.functional.attention_kernels import Dropped
+from flashoverlap.torch.functional.scores import Piece, Scores
 from ranks import run_ranks
 from unsharded import MODES
 

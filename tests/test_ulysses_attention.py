@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import flashoverlap.torch as fo
-from flashoverlap.torch.functional.attend import Heads, Scores
+from flashoverlap.torch.functional.attend import Heads
+from flashoverlap.torch.functional.scores import Scores
 from flashoverlap.torch.functional.shares import tensor_split
 from flashoverlap.torch.functional.ulysses_attention import attention_all_to_all, attention_by_heads
 from flashoverlap.torch.modules.heads import spread

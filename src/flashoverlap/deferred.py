@@ -9,14 +9,15 @@ comes meanwhile. Rank 1 of 3:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from .flow import Flow
-from .patterns import Pieces
+from .pieces import Pieces
 from .schedule import Compute, Exchange, Op
 
 
-def _direct(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
+def direct(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
+    """A rank's part of it where every partial goes straight to the rank that owns its piece."""
     for other, source in pieces.rounds(rank):
         for split in range(pieces.splits):
             yield _kernel(flow, pieces, other, split)
@@ -25,7 +26,8 @@ def _direct(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
     yield from _sums(pieces, rank, pieces.sources(rank))
 
 
-def _ring(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
+def ring(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
+    """The same where partial sums are handed on to the next rank."""
     n, before, after = pieces.ranks, (rank - 1) % pieces.ranks, (rank + 1) % pieces.ranks
 
     def hop(owner: int, split: int) -> Exchange:
@@ -63,6 +65,3 @@ def _sums(pieces: Pieces, rank: int, sources: Sequence[int]) -> Iterable[Op]:
         own, total = pieces.name("p", rank, split), pieces.name("z", rank, split)
         terms = {rank: total} | {source: f"{own}@{source}" for source in sources}
         yield Compute("", (), (total,), tuple(terms[source] for source in sorted(terms)))
-
-
-DEFERRED: dict[str, Callable[[Flow, Pieces, int], Iterable[Op]]] = {"direct": _direct, "ring": _ring}

@@ -24,6 +24,12 @@ from .layout import Layout
 from .staging import Lease
 
 
+def new_rows(like: torch.Tensor, rows: int, features: int) -> torch.Tensor:
+    """Room ``[rows, features]`` for blocks that arrive and are to stay."""
+    with torch.inference_mode(False):  # gloo's threads, which are not in that mode, write to it
+        return like.new_empty(rows, features)
+
+
 class Place(NamedTuple):
     """What the names of a block's splits stand for: a part of it, or all.
 

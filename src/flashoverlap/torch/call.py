@@ -98,15 +98,19 @@ class Call:
     def choose(
         self,
         flow: str,
-        rows: Sequence[int],
+        outer: int,
+        owned: tuple[int, ...],
+        inner: int,
         sizes: Mapping[str, int | Sequence[int]] | None = None,
         fewest_rows: int = FEWEST_ROWS,
-    ) -> Choice:
-        """Mode, pattern and splits for pieces of these rows; RuntimeError where strict forbids them.
+    ) -> tuple[Choice, Layout]:
+        """Mode, pattern and splits for a sharded tensor, and its layout under them; RuntimeError where strict forbids.
 
-        With the other ``sizes`` of the call (:mod:`flashoverlap.workload`) it is planned, if the machine is known; else
-        the rule of thumb leaves each split ``fewest_rows``.
+        ``outer``, ``owned`` and ``inner`` are those of :class:`~flashoverlap.torch.layout.Layout`. With the other
+        ``sizes`` of the call (:mod:`flashoverlap.workload`) it is planned, if the machine is known; else the rule of
+        thumb leaves each split ``fewest_rows``.
         """
+        rows = [outer * part * inner for part in owned]
         dtype = str(self.dtype).removeprefix("torch.")
         if self.overlap.mode == "auto" and sizes is not None and dtype in DTYPES:
             self._measure_once(call_bytes(sum(rows), sizes, dtype))
@@ -117,11 +121,7 @@ class Call:
                 f"{self.op}: mode {self.overlap.mode!r} was asked for, strictly, and {choice.mode!r} would be taken: "
                 f"{choice.reason}; nothing was sent"
             )
-        return choice
-
-    def layout(self, choice: Choice, outer: int, owned: tuple[int, ...], inner: int) -> Layout:
-        """The layout of a sharded tensor under a choice."""
-        return layout(outer, owned, inner, choice.splits)
+        return choice, layout(outer, owned, inner, choice.splits)
 
     def travels(self, choice: Choice) -> torch.dtype:
         """Dtype in which partials are sent: where what is sent is a sum already, that of the accumulation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +38,11 @@ def check_tensors(
     for name, tensor in named[1:]:
         assert isinstance(tensor, torch.Tensor)
         if tensor.dtype != x.dtype:
-            raise TypeError(f"{op}: x is {x.dtype} and {name} is {tensor.dtype}; one dtype is needed, as in nn.Linear")
+            raise TypeError(
+                f"{op}: {called} is {x.dtype} and {name} is {tensor.dtype}; one dtype is needed, as in nn.Linear"
+            )
         if tensor.device != x.device:
-            raise ValueError(f"{op}: x is on {x.device} and {name} on {tensor.device}")
+            raise ValueError(f"{op}: {called} is on {x.device} and {name} on {tensor.device}")
 
 
 def check_rows(op: str, x: torch.Tensor) -> None:
@@ -51,12 +54,17 @@ def check_rows(op: str, x: torch.Tensor) -> None:
 def check_linear(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raises ValueError unless ``x [..., K]``, ``weight [N, K]`` and ``bias [N]`` fit together."""
     check_rows(op, x)
-    if weight.dim() != 2:
-        raise ValueError(f"{op}: weight {tuple(weight.shape)} must have two dimensions [out, in]")
+    check_weight(op, weight, bias)
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{op}: x {tuple(x.shape)} and weight {tuple(weight.shape)} differ in the number of input features"
         )
+
+
+def check_weight(op: str, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError unless ``weight [N, K]`` and ``bias [N]`` fit together."""
+    if weight.dim() != 2:
+        raise ValueError(f"{op}: weight {tuple(weight.shape)} must have two dimensions [out, in]")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(
             f"{op}: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}: ({weight.shape[0]},) is needed"
@@ -117,6 +125,12 @@ def autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
         return tensor.to(dtype)
 
     return [cast(tensor) for tensor in tensors]
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A number of 56 bits that tells the values of integer tensors apart, as ranks can tell each other."""
+    values = tensor.detach().cpu().contiguous().numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(values, digest_size=7).digest(), "little")
 
 
 def shape(tensor: torch.Tensor | None) -> str:

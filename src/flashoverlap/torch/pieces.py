@@ -117,10 +117,9 @@ class Scattered:
 
     def _sum_buffer(self) -> torch.Tensor:
         """Where a collective puts the sum."""
-        if self._travels == self.out.dtype:
-            return self.out
         if self._staged is None:
-            self._staged = self._lease.tensor(self.out.shape[0], self._columns, self._travels)
+            fits = self._travels == self.out.dtype
+            self._staged = self.out if fits else self._lease.tensor(self.out.shape[0], self._columns, self._travels)
         return self._staged
 
     def _arrival(self, name: str) -> torch.Tensor:
@@ -168,7 +167,7 @@ class Scattered:
             product(op.reads, self.out, self._start, 1.0)
             self._add_bias(rows)
         else:
-            made = self._scratch(self.out.shape[0])
+            made = self._made()
             product(op.reads, made, self._start, 0.0)
             if arrivals:
                 self._total(rows, [*arrivals, made[start - self._start : stop - self._start]])
@@ -183,17 +182,21 @@ class Scattered:
                 self.parts()[start:stop] += arrival
             return
         first = op.adds[0]
-        made = (
-            self.parts()[start:stop] if first[0] == "p" else self._scratch(0)[start - self._start : stop - self._start]
-        )
-        self._total(self.out[start - self._start : stop - self._start], [*arrivals, made])
+        own = slice(start - self._start, stop - self._start)
+        made = self.parts()[start:stop] if first[0] == "p" else self._made()[own]
+        self._total(self.out[own], [*arrivals, made])
 
-    def collected(self) -> None:
-        """Ends what a collective has summed: adds the bias and rounds once."""
-        if self._staged is None:
-            self._add_bias(self.out)
-        else:
+    def finish(self) -> None:
+        """Ends what a collective has summed, if it was one: adds the bias and rounds once."""
+        if self._staged is not None:
             self._total(self.out, [self._staged])
+
+    def _made(self) -> torch.Tensor:
+        """Where this rank's term of the own rows is made: among the partials, none of which is sent from there."""
+        rows = self.out.shape[0]
+        if self._travels == self.out.dtype:
+            return self.parts()[self._start : self._start + rows]
+        return self._scratch(rows)
 
     def _scratch(self, rows: int) -> torch.Tensor:
         if self._product is None or self._product.shape[0] < rows:

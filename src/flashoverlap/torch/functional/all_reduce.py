@@ -195,8 +195,7 @@ def reduce_rows(
     ``beta=1``, adds them to it. ``full`` is contiguous.
     """
     owned = tuple(split_sizes(full.shape[0], call.world_size))
-    choice = call.choose(flow, owned, sizes)
-    rows = call.layout(choice, 1, owned, 1)
+    choice, rows = call.choose(flow, 1, owned, 1, sizes)
     with call.leased() as lease:
         travels = call.travels(choice)
         collective = choice.pattern == "collective"

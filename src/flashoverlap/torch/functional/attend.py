@@ -11,28 +11,14 @@ window   a strip of queries reads the keys from the window of its first query to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .attention_kernels import Dropped, additive, run, sdpa, try_kernel
-from .scores import Kernel, Piece, Scores, check_attention, check_projection
-
-__all__ = [
-    "STRIP",
-    "Attend",
-    "Heads",
-    "Kernel",
-    "Piece",
-    "Scores",
-    "attend",
-    "attention",
-    "check_attention",
-    "check_projection",
-    "try_kernel",
-]
+from .attention_kernels import Dropped, additive, run, sdpa
+from .scores import Kernel, Piece, Scores
 
 _aten = torch.ops.aten
 
@@ -114,6 +100,11 @@ class Attend(ABC):
         # laid out as q, k and v are: rows of [S, H, D] seen by head go back to their projection without a copy
         self.dq = torch.zeros_like(q)
         self.dk, self.dv = (torch.zeros_like(each, dtype=wide) for each in (k, v))
+
+    def found(self, needs: Sequence[bool]) -> list[torch.Tensor | None]:
+        """The gradients of q, k and v, those that are needed."""
+        sums = zip((self.dq, self.dk, self.dv), needs, strict=True)
+        return [total.to(self.heads.q.dtype) if need else None for total, need in sums]
 
     @property
     def saved(self) -> tuple[torch.Tensor, ...]:

@@ -30,12 +30,14 @@ import torch
 from ...overlap import Overlap
 from ...patterns import split_sizes
 from ..call import Call, eager
-from ..check import autocast, check_overlap, check_tensors, grads, shape
+from ..check import autocast, check_overlap, check_tensors, check_weight, grads, shape
 from ..pieces import Gathered
 from ..transport import refusing, transport_of
-from .attend import STRIP, Heads, Kernel, Scores, attend, check_attention, check_projection, try_kernel
+from .attend import STRIP, Heads, attend
+from .attention_kernels import try_kernel
 from .derivative import differentiable_once
 from .kernels import matmul, matmul_into
+from .scores import Kernel, Scores, check_attention
 
 _OP = "attention_reduce_scatter"
 
@@ -102,9 +104,9 @@ def attention_by_queries(
         check_overlap(_OP, overlap)
         cast: list[Any] = autocast(*heads[:3], weight_shard, bias)
         q, k, v, weight, bias = cast
-        check_tensors(_OP, q, (k, v, weight), (bias,))
+        check_tensors(_OP, q, (k, v, weight), (bias,), called="q")
         check_attention(_OP, q, k, v, scores)
-        check_projection(_OP, q, v, weight, bias)
+        _check_projection(q, v, weight, bias)
         try_kernel(_OP, q, k, v, scores)
     call = Call(_OP, transport, overlap, q)
     flags = grads(*cast)
@@ -114,6 +116,13 @@ def attention_by_queries(
     return _AttentionReduceScatter.apply(call, scores.drawn(call.rank), *cast)  # pyright: ignore[reportReturnType]
 
 
+def _check_projection(q: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    check_weight(_OP, weight, bias)
+    features = q.shape[1] * v.shape[-1]
+    if weight.shape[1] != features:
+        raise ValueError(f"{_OP}: weight {shape(weight)} and the heads, {features} in all, differ in input features")
+
+
 class _AttentionReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, scores: Scores, *tensors: Any) -> torch.Tensor:
@@ -121,8 +130,7 @@ class _AttentionReduceScatter(torch.autograd.Function):
         batch, count, queries, _ = q.shape
         owned = tuple(split_sizes(queries, call.world_size))
         flow, columns = "matmul_reduce_scatter", weight.shape[0]
-        choice = call.choose(flow, [batch * part for part in owned], _sizes(call, v, columns, scores), STRIP)
-        rows = call.layout(choice, batch, owned, 1)
+        choice, rows = call.choose(flow, batch, owned, 1, _sizes(call, v, columns, scores), STRIP)
         heads = attend(Heads(q, k, v, scores))
         keep = call.differentiable and any(ctx.needs_input_grad)
         out = q.new_empty(batch * queries, count * v.shape[-1]) if keep else None
@@ -133,7 +141,7 @@ class _AttentionReduceScatter(torch.autograd.Function):
 
             def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
                 for start, stop, natural in rows.segments(names):
-                    for at, sequence, begin, end in _by_sequence(natural, stop - start, queries):
+                    for at, sequence, begin, end in by_sequence(natural, stop - start, queries):
                         kept = None if out is None else out[natural + at : natural + at + end - begin]
                         made = heads.rows(sequence, begin, end, kept)
                         place = start - first + at
@@ -141,8 +149,7 @@ class _AttentionReduceScatter(torch.autograd.Function):
 
             kernels = {"mm": lambda op: scattered.multiply(op, product), "": scattered.add}
             call.run(flow, choice, rows.rows, {"p": columns * q.itemsize}, scattered.tensor, kernels)
-            if choice.pattern == "collective":
-                scattered.collected()
+            scattered.finish()
         ctx.call, ctx.owned, ctx.scores = call, owned, scores._replace(mask=None)
         ctx.save_for_backward(q, k, v, weight, out, scores.mask, *(heads.saved if keep else ()))
         return z
@@ -158,8 +165,7 @@ class _AttentionReduceScatter(torch.autograd.Function):
         flow = "row_backward" + ("" if needs_weight or needs_bias else "-w") + ("" if needs_heads else "-y")
         call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
         columns = weight.shape[0]
-        choice = call.choose(flow, [batch * part for part in ctx.owned], _sizes(call, v, columns, ctx.scores), STRIP)
-        rows = call.layout(choice, batch, ctx.owned, 1)
+        choice, rows = call.choose(flow, batch, ctx.owned, 1, _sizes(call, v, columns, ctx.scores), STRIP)
         own = grad_outputs[0].contiguous().view(-1, columns)
         heads = attend(Heads(q, k, v, ctx.scores._replace(mask=mask)), tuple(saved))
         heads.begin_backward()
@@ -169,7 +175,7 @@ class _AttentionReduceScatter(torch.autograd.Function):
 
             def mm(op: Any) -> None:
                 for part, start, stop in gathered.natural_runs(op.reads):
-                    for at, sequence, begin, end in _by_sequence(start, stop - start, queries):
+                    for at, sequence, begin, end in by_sequence(start, stop - start, queries):
                         size = end - begin
                         made = out[start + at : start + at + size]
                         heads.gradients(sequence, begin, end, made, matmul(part[at : at + size], weight))
@@ -182,9 +188,7 @@ class _AttentionReduceScatter(torch.autograd.Function):
 
             widths, kernels = {"x": columns * q.itemsize}, {"mm": mm, "wgrad": wgrad}
             call.run(flow, choice, rows.rows, widths, gathered.tensor, kernels, "backward")
-        found = [grad.to(q.dtype) for grad in (heads.dq, heads.dk, heads.dv)]
-        wanted = [grad if need else None for grad, need in zip(found, ctx.needs_input_grad[2:5], strict=True)]
-        return None, None, *wanted, dweight, dbias
+        return None, None, *heads.found(ctx.needs_input_grad[2:5]), dweight, dbias
 
 
 def _sizes(call: Call, v: torch.Tensor, columns: int, scores: Scores) -> dict[str, int]:
@@ -192,7 +196,7 @@ def _sizes(call: Call, v: torch.Tensor, columns: int, scores: Scores) -> dict[st
     return {"heads": call.shard, "head_dim": v.shape[-1], **scores.met(v.shape[2]), "out": columns}
 
 
-def _by_sequence(natural: int, count: int, queries: int) -> Iterator[tuple[int, int, int, int]]:
+def by_sequence(natural: int, count: int, queries: int) -> Iterator[tuple[int, int, int, int]]:
     """Cuts ``count`` rows from ``natural`` on at the ends of sequences: (offset, sequence, first query, end)."""
     at = 0
     while at < count:

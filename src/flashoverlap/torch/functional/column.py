@@ -86,8 +86,7 @@ class _AllGatherLinear(torch.autograd.Function):
         outer, _, inner = around(x.shape, dim)
         flow = "all_gather_matmul"
         sizes = {"features": x.shape[-1], "out": call.shard}
-        choice = call.choose(flow, [outer * part * inner for part in owned], sizes)
-        rows = call.layout(choice, outer, owned, inner)
+        choice, rows = call.choose(flow, outer, owned, inner, sizes)
         features = x.shape[-1]
         own = flatten(x)
         full = (*x.shape[:dim], sum(owned), *x.shape[dim + 1 : -1])
@@ -126,8 +125,7 @@ class _AllGatherLinear(torch.autograd.Function):
         if needs[0] or any(needs_weight):
             call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
             sizes = {"features": weights[0].shape[1], "out": call.shard}
-            choice = call.choose(flow, [outer * part * inner for part in ctx.owned], sizes)
-            rows = call.layout(choice, outer, ctx.owned, inner)
+            choice, rows = call.choose(flow, outer, ctx.owned, inner, sizes)
             dx, dweights = _column_backward(call, flow, choice, rows, flatten(saved), weights, flat, needs_weight)
         dx = dx.view(ctx.shape) if needs[0] and dx is not None else None
         dbiases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_bias, strict=True)]
@@ -176,6 +174,5 @@ def _column_backward(
         kernels = {"mm": lambda op: scattered.multiply(op, product), "": scattered.add, "wgrad": wgrad}
         width = features * call.dtype.itemsize
         call.run(flow, choice, rows.rows, {"g": width, "p": width}, tensor, kernels, "backward")
-        if choice.pattern == "collective":
-            scattered.collected()
+        scattered.finish()
     return dx, dweights

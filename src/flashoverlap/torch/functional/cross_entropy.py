@@ -14,7 +14,6 @@ memory    the logits, the labels, m and s are kept; rows are worked on in blocks
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -25,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...overlap import Overlap
 from ..call import Call, eager
-from ..check import check_tensors, grads, shape
+from ..check import check_tensors, digest, grads, shape
 from ..transport import Silent, refusing, transport_of
 from .derivative import differentiable_once
 from .exchange import whole_tensors
@@ -130,11 +129,10 @@ def _vocabulary(ranges: list[int]) -> int:
 
 def _check_labels(call: Call, labels: torch.Tensor, ignore_index: int, vocabulary: int) -> None:
     """Raises ValueError on every rank unless all hold the same labels, and each is in the vocabulary."""
-    host = labels.detach().cpu().contiguous()
-    digest = hashlib.blake2b(host.numpy().tobytes(), digest_size=7).digest()
-    digests = call.agree("labels", "", shape(labels), int.from_bytes(digest, "little"))
+    host = labels.detach().cpu()
+    digests = call.agree("labels", "", shape(labels), digest(host))
     if len(set(digests)) > 1:
-        told = ", ".join(f"rank {rank}: {digest:014x}" for rank, digest in enumerate(digests))
+        told = ", ".join(f"rank {rank}: {each:014x}" for rank, each in enumerate(digests))
         raise ValueError(f"{_OP}: the ranks hold different labels; their digests are {told}")
     wrong = host[(host != ignore_index) & ((host < 0) | (host >= vocabulary))]
     if len(wrong):

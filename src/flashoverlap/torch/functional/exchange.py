@@ -59,7 +59,7 @@ def all_gather(x_shard: torch.Tensor, *, group: Any, dim: int = -2, overlap: Ove
     op = "all_gather"
     transport = transport_of(group, op, x_shard)
     with refusing(transport):
-        row_dim = _check(op, x_shard, dim, overlap)
+        row_dim = check_exchange(op, x_shard, dim, overlap)
     call = Call(op, transport, overlap, x_shard)
     outer, rows, inner = around(x_shard.shape, row_dim)
     flags = grads(x_shard)
@@ -90,7 +90,7 @@ def split(x: torch.Tensor, *, group: Any, dim: int = -2, overlap: Overlap = Over
     transport = transport_of(group, op, x)
     talks = _wants_gradient(x)  # without a gradient nothing ever moves
     with refusing(transport) if talks else nullcontext():
-        row_dim = _check(op, x, dim, overlap)
+        row_dim = check_exchange(op, x, dim, overlap)
     call = Call(op, transport, overlap, x)
     if talks:
         call.agree("", f"{around(x.shape, row_dim)} features={x.shape[-1]}", f"x {shape(x)} dim {row_dim}")
@@ -118,7 +118,7 @@ def reduce_scatter(x: torch.Tensor, *, group: Any, dim: int = -2, overlap: Overl
     op = "reduce_scatter"
     transport = transport_of(group, op, x)
     with refusing(transport):
-        row_dim = _check(op, x, dim, overlap)
+        row_dim = check_exchange(op, x, dim, overlap)
     call = Call(op, transport, overlap, x)
     flags = grads(x)
     shared = f"{around(x.shape, row_dim)} features={x.shape[-1]} {flags}"
@@ -189,7 +189,8 @@ def sum_gradient(x: torch.Tensor, *, group: Any, overlap: Overlap = Overlap()) -
     return _SumGradient.apply(Call(op, transport, overlap, x), x)  # pyright: ignore[reportReturnType]
 
 
-def _check(op: str, x: torch.Tensor, dim: object, overlap: object) -> int:
+def check_exchange(op: str, x: torch.Tensor, dim: object, overlap: object) -> int:
+    """Checks what is to be moved as it is, ``[..., M, K]``; returns the dimension of its rows from the front."""
     check_overlap(op, overlap)
     check_tensors(op, x)
     check_rows(op, x)
@@ -276,8 +277,7 @@ def _gather_rows(call: Call, x: torch.Tensor, owned: tuple[int, ...], dim: int, 
     """The rows of all ranks, received straight into the result where they are contiguous there."""
     flow, features = "all_gather_matmul", x.shape[-1]
     outer, _, inner = around(x.shape, dim)
-    choice = call.choose(flow, [outer * part * inner for part in owned], {"features": features})
-    rows = call.layout(choice, outer, owned, inner)
+    choice, rows = call.choose(flow, outer, owned, inner, {"features": features})
     with call.leased() as lease:
         with torch.inference_mode(False):  # gloo's threads, which are not in that mode, write to these
             result = x.new_empty(*x.shape[:dim], sum(owned), *x.shape[dim + 1 :])
@@ -299,8 +299,7 @@ def _scatter_rows(call: Call, x: torch.Tensor, dim: int) -> torch.Tensor:
     flow, features = "matmul_reduce_scatter", x.shape[-1]
     outer, full, inner = around(x.shape, dim)
     owned = tuple(split_sizes(full, call.world_size))
-    choice = call.choose(flow, [outer * part * inner for part in owned], {"features": features})
-    rows = call.layout(choice, outer, owned, inner)
+    choice, rows = call.choose(flow, outer, owned, inner, {"features": features})
     flat = flatten(x)
     result = x.new_empty(*x.shape[:dim], owned[call.rank], *x.shape[dim + 1 :])
     with call.leased() as lease:
@@ -312,8 +311,7 @@ def _scatter_rows(call: Call, x: torch.Tensor, dim: int) -> torch.Tensor:
 
         kernels = {"mm": lambda op: scattered.multiply(op, copy), "": scattered.add}
         call.run(flow, choice, rows.rows, {"p": features * x.itemsize}, scattered.tensor, kernels)
-        if choice.pattern == "collective":
-            scattered.collected()
+        scattered.finish()
     return result
 
 
@@ -339,10 +337,8 @@ def _sum(call: Call, x: torch.Tensor, phase: str = "") -> torch.Tensor:
 def whole_tensors(call: Call, x: torch.Tensor, lease: Lease, phase: str = "") -> list[torch.Tensor]:
     """All ranks' ``x`` by rank, exchanged in one round; they lie in the lease."""
     flow, each = "all_gather_matmul", (1,) * call.world_size
-    choice = call.choose(flow, each)
-    rows = call.layout(choice, 1, each, 1)
-    with torch.inference_mode(False):  # as in _gather_rows
-        buffer = lease.tensor(rows.total, x.numel(), x.dtype)
+    choice, rows = call.choose(flow, 1, each, 1)
+    buffer = lease.tensor(rows.total, x.numel(), x.dtype)
     tensors = [row.view(x.shape) for row in buffer]
     tensors[call.rank].copy_(x)
     gathered = Gathered(rows, call.rank, buffer[call.rank : call.rank + 1], buffer)

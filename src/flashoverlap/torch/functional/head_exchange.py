@@ -19,13 +19,14 @@ import torch
 from ...overlap import Overlap
 from ...patterns import split_sizes
 from ...schedule import Compute
-from ..blocks import Swapped
+from ..blocks import Swapped, new_rows
 from ..call import Call, eager
-from ..check import check_overlap, check_rows, check_tensors, grads, shape
+from ..check import grads, shape
 from ..execute import Kernel
 from ..layout import around, flatten
 from ..transport import refusing, transport_of
 from .derivative import differentiable_once
+from .exchange import check_exchange
 from .shares import Shares, at, check_partition, check_shares, partition
 
 
@@ -52,7 +53,7 @@ def rows_to_heads(
     op = "rows_to_heads"
     transport = transport_of(group, op, x_shard)
     with refusing(transport):
-        _check(op, x_shard, overlap)
+        check_exchange(op, x_shard, -2, overlap)
         found = check_shares(op, shares, x_shard.shape[-1], transport.world_size, all_once=False)
     call = Call(op, transport, overlap, x_shard)
     outer, rows, inner = around(x_shard.shape, -2)
@@ -85,7 +86,7 @@ def heads_to_rows(
     op = "heads_to_rows"
     transport = transport_of(group, op, h)
     with refusing(transport):
-        _check(op, h, overlap)
+        check_exchange(op, h, -2, overlap)
         found = check_partition(op, shares, h.shape[-1], transport)
     call = Call(op, transport, overlap, h)
     flags = grads(h)
@@ -93,12 +94,6 @@ def heads_to_rows(
     call.agree("", shared, f"h {shape(h)}, {flags}, shares {found}")
     owned = tuple(split_sizes(h.shape[-2], call.world_size))
     return _HeadsToRows.apply(call, owned, found, h)  # pyright: ignore[reportReturnType]
-
-
-def _check(op: str, x: torch.Tensor, overlap: object) -> None:
-    check_overlap(op, overlap)
-    check_tensors(op, x)
-    check_rows(op, x)
 
 
 class _RowsToHeads(torch.autograd.Function):
@@ -155,11 +150,9 @@ def _to_heads(call: Call, x: torch.Tensor, owned: tuple[int, ...], shares: Share
     """All rows of own features, of own rows ``[..., M_r, N]``."""
     flow, own = "all_to_all", flatten(x)
     outer, _, inner = around(x.shape, -2)
-    choice = call.choose(flow, [outer * part * inner for part in owned])
-    rows = call.layout(choice, outer, owned, inner)
+    choice, rows = call.choose(flow, outer, owned, inner)
+    whole = new_rows(x, rows.total, len(shares[call.rank]))
     with call.leased() as lease:
-        with torch.inference_mode(False):  # gloo's threads, which are not in that mode, write to it
-            whole = x.new_empty(rows.total, len(shares[call.rank]))
         swapped = Swapped(rows, call.rank, [shares], [whole], lease, to_features=True)
         kernels = {"mm": taking(swapped, own, shares)}
         call.run_schedule(swapped.schedule(flow, choice), choice, swapped.tensor, kernels, phase)
@@ -172,8 +165,7 @@ def _to_rows(
     """All features of own rows, of all rows ``[..., M, N_r]``; features that several ranks have are summed."""
     flow = "all_to_all_matmul"
     outer, _, inner = around(h.shape, -2)
-    choice = call.choose(flow, [outer * part * inner for part in owned])
-    rows = call.layout(choice, outer, owned, inner)
+    choice, rows = call.choose(flow, outer, owned, inner)
     once = partition(shares, features)
     result = h.new_empty(rows.rows[call.rank], features)
     with call.leased() as lease:

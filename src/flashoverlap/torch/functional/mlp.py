@@ -174,8 +174,7 @@ class _Mlp(torch.autograd.Function):
     ) -> torch.Tensor:
         x, up, gate, down, _, _, down_bias = tensors
         outer, _, inner = around(x.shape, dim)
-        choice = call.choose("mlp", [outer * part * inner for part in owned], _sizes(call, x, gate, down))
-        rows = call.layout(choice, outer, owned, inner)
+        choice, rows = call.choose("mlp", outer, owned, inner, _sizes(call, x, gate, down))
         features, columns = x.shape[-1], down.shape[0]
         z = x.new_empty(*x.shape[:-1], columns)
         keep = call.differentiable and any(ctx.needs_input_grad)
@@ -198,8 +197,7 @@ class _Mlp(torch.autograd.Function):
             widths = {"x": features * x.itemsize, "h": up.shape[0] * x.itemsize, "p": columns * x.itemsize}
             call.run("mlp", choice, rows.rows, widths, _by_letter(gathered, scattered, "x"), kernels)
             _end(call, function)
-            if choice.pattern == "collective":
-                scattered.collected()
+            scattered.finish()
             kept = (hidden.raised.buffer, hidden.gated and hidden.gated.buffer) if keep else (None, None)
         ctx.call, ctx.owned, ctx.dim, ctx.function = call, owned, dim, function
         ctx.save_for_backward(*tensors, *kept)
@@ -231,9 +229,8 @@ class _Backward:
         leaves = needs["down"] or needs["down_bias"]
         flow = "mlp_backward" + ("" if enters else "-w") + ("" if leaves else "-v") + ("" if needs["x"] else "-z")
         call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
-        sizes = _sizes(call, x, self.gate, self.down)
-        choice = call.choose(flow, [outer * part * inner for part in ctx.owned], sizes)
-        self.rows = rows = call.layout(choice, outer, ctx.owned, inner)
+        choice, rows = call.choose(flow, outer, ctx.owned, inner, _sizes(call, x, self.gate, self.down))
+        self.rows = rows
         self.raised, self.gated, self.function = raised, gated, ctx.function
         columns, features, hidden = self.down.shape[0], x.shape[-1], self.up.shape[0]
         dx = x.new_empty(rows.rows[call.rank], features)
@@ -258,8 +255,7 @@ class _Backward:
             call.run(flow, choice, rows.rows, widths, self._tensor, kernels, "backward")
             _end(call, ctx.function)
             self._bias_grads()
-            if choice.pattern == "collective" and needs["x"]:
-                self.dx.collected()
+            self.dx.finish()
         self.grads["x"] = dx.view(x.shape)
 
     def _tensor(self, name: str) -> torch.Tensor:

@@ -80,8 +80,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         owned = tuple(split_sizes(full, call.world_size))
         flow, columns = "matmul_reduce_scatter", weight.shape[0]
         sizes = {"features": call.shard, "out": columns}
-        choice = call.choose(flow, [outer * part * inner for part in owned], sizes)
-        rows = call.layout(choice, outer, owned, inner)
+        choice, rows = call.choose(flow, outer, owned, inner, sizes)
         flat = flatten(x)
         z = x.new_empty(*x.shape[:dim], owned[call.rank], *x.shape[dim + 1 : -1], columns)
         with call.leased() as lease:
@@ -95,8 +94,7 @@ class _LinearReduceScatter(torch.autograd.Function):
 
             kernels = {"mm": lambda op: scattered.multiply(op, product), "": scattered.add}
             call.run(flow, choice, rows.rows, {"p": columns * x.itemsize}, scattered.tensor, kernels)
-            if choice.pattern == "collective":
-                scattered.collected()
+            scattered.finish()
         ctx.call, ctx.owned, ctx.dim = call, owned, dim
         ctx.save_for_backward(x, weight)
         return z
@@ -112,8 +110,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
         columns = weight.shape[0]
         sizes = {"features": call.shard, "out": columns}
-        choice = call.choose(flow, [outer * part * inner for part in ctx.owned], sizes)
-        rows = call.layout(choice, outer, ctx.owned, inner)
+        choice, rows = call.choose(flow, outer, ctx.owned, inner, sizes)
         own = flatten(grad_outputs[0])
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         dweight = dbias = None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..check import check_linear, check_tensors, shape
+from ..check import shape
 
 
 class Piece(NamedTuple):
@@ -125,14 +125,13 @@ def _read(mask: torch.Tensor, keys: range) -> range:
     return keys[int(found[0]) : int(found[-1]) + 1]
 
 
-def check_attention(op: str, q: Any, k: Any, v: Any, scores: Scores) -> None:
-    """Refuses attentions that are none.
+def check_attention(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> None:
+    """Refuses attentions that are none, of tensors of one kind.
 
     Raises:
-        TypeError: tensors or options of another type.
+        TypeError: options of another type.
         ValueError: tensors or options that do not fit together.
     """
-    check_tensors(op, q, (k, v), called="q")
     if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         raise ValueError(f"{op}: q {shape(q)}, k {shape(k)}, v {shape(v)} must be [B, H, S, D] and [B, G, T, D]")
     heads, groups = q.shape[1], k.shape[1]
@@ -181,9 +180,3 @@ def _check_mask(op: str, mask: Any, q: torch.Tensor, keys: int) -> None:
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(sizes) != 4 or any(have not in (1, want) for have, want in zip(sizes, full, strict=True)):
         raise ValueError(f"{op}: mask {shape(mask)} cannot be broadcast to {list(full)}")
-
-
-def check_projection(op: str, q: torch.Tensor, v: torch.Tensor, weight: Any, bias: Any) -> None:
-    """Refuses an output projection ``weight [N, H * D]`` that does not fit the heads."""
-    features = q.shape[1] * v.shape[-1]
-    check_linear(op, torch.empty(1, features, device="meta"), weight, bias)

@@ -67,6 +67,11 @@ def partition(shares: Shares, features: int) -> bool:
     return all(start == stop for start, stop in zip(edges[::2], edges[1::2], strict=True))
 
 
+def features_of(heads: range, size: int) -> range:
+    """The features of some heads of ``size`` features each."""
+    return range(heads.start * size, heads.stop * size)
+
+
 def at(share: range) -> slice:
     """A share as an index."""
     return slice(share.start, share.stop)

@@ -34,11 +34,13 @@ from ..check import autocast, check_overlap, check_tensors, grads, shape
 from ..execute import Kernel as Runs
 from ..layout import Layout
 from ..transport import refusing, transport_of
-from .attend import STRIP, Attend, Heads, Kernel, Scores, attend, check_attention, try_kernel
-from .attention import _by_sequence
+from .attend import STRIP, Attend, Heads, attend
+from .attention import by_sequence
+from .attention_kernels import try_kernel
 from .derivative import differentiable_once
 from .head_exchange import putting, taking
-from .shares import Shares, check_partition, tensor_split
+from .scores import Kernel, Scores, check_attention
+from .shares import Shares, check_partition, features_of, tensor_split
 from .ulysses_row import Projection, check_projection, new_strips, wgrad
 
 _OP = "attention_all_to_all_linear"
@@ -90,7 +92,7 @@ def attention_all_to_all_linear(
         PeerError: a peer refused the call, died or stalled.
     """
     heads = Heads(q, k, v, Scores(mask, causal, window, dropout, scale, kernel))
-    return attention_by_heads(heads, weight, bias, group=group, shares=shares, overlap=overlap)
+    return _applied(_OP, heads, weight, bias, group, shares, overlap)
 
 
 @eager
@@ -151,7 +153,7 @@ def _applied(
     agreed = f"bias={bias is not None} {scores.shared} {flags} shares={found}"
     sizes = f"batch={q.shape[0]} queries={q.shape[2]} keys={k.shape[2]} features={q.shape[3]} weight={shape(weight)}"
     shown = f"q {shape(q)}, k {shape(k)}, weight {shape(weight)}, bias {shape(bias)}, {agreed}"
-    call.agree("", f"{sizes} {agreed}", shown, shard=q.shape[1] * q.shape[3])
+    call.agree("", f"{sizes} {agreed}", shown, shard=q.shape[1])
     scores = scores.drawn(call.rank)
     return _AttentionAllToAll.apply(call, scores, found, *cast)  # pyright: ignore[reportReturnType]
 
@@ -165,7 +167,7 @@ def _check(op: str, tensors: Sequence[Any], scores: Scores, shares: Any, transpo
     else:
         if shares is None and weight.dim() == 2 and features and not weight.shape[1] % features:
             by_head = tensor_split(weight.shape[1] // features, transport.world_size)
-            shares = [range(heads.start * features, heads.stop * features) for heads in by_head]
+            shares = [features_of(heads, features) for heads in by_head]
         found = check_projection(op, weight, bias, shares, transport, q.shape[1] * features)
     try_kernel(op, q, k, v, scores)
     return found
@@ -181,16 +183,14 @@ class _AttentionAllToAll(torch.autograd.Function):
         owned = tuple(split_sizes(queries, call.world_size))
         flow, features = "attention_all_to_all", count * v.shape[3]
         heads = attend(Heads(q, k, v, scores))
-        choice = call.choose(flow, [batch * part for part in owned], _sizes(call, heads.heads, weight), STRIP)
-        rows = call.layout(choice, batch, owned, 1)
+        choice, rows = call.choose(flow, batch, owned, 1, _sizes(call, heads.heads, weight), STRIP)
         keeps = call.differentiable and any(ctx.needs_input_grad)
         strips = new_strips(q, rows.rows[call.rank], shares) if keeps and ctx.needs_input_grad[6] else []
         z = q.new_empty(batch, owned[call.rank], sum(map(len, shares)) if weight is None else len(weight))
         own = z.flatten(0, 1)
         with call.leased() as lease:
             out = q.new_empty(rows.total, features) if keeps else lease.tensor(rows.total, features, q.dtype)
-            kept = [strips] if strips else []
-            swapped = Swapped(rows, call.rank, [shares], [out], lease, to_features=False, strips=kept)
+            swapped = Swapped(rows, call.rank, [shares], [out], lease, to_features=False, strips=[strips])
             total = None
             if weight is None:
                 projecting = putting(swapped, own, shares)
@@ -207,6 +207,8 @@ class _AttentionAllToAll(torch.autograd.Function):
             call.run_schedule(swapped.schedule(flow, choice), choice, swapped.tensor, kernels)
             if total is not None:
                 total.finish()
+            if strips:
+                strips[call.rank] = swapped.strip(0, call.rank)
         ctx.call, ctx.owned, ctx.shares, ctx.scores = call, owned, shares, scores._replace(mask=None)
         if keeps:
             ctx.save_for_backward(q, k, v, weight, out, scores.mask, *heads.saved, *strips)
@@ -216,7 +218,6 @@ class _AttentionAllToAll(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        call: Call = ctx.call
         q, k, v, weight, out, mask, *saved = ctx.saved_tensors
         of_kernel, strips = saved[: len(saved) - ctx.strips], saved[len(saved) - ctx.strips :]
         needs, (needs_weight, needs_bias) = ctx.needs_input_grad[3:6], ctx.needs_input_grad[6:]
@@ -226,23 +227,14 @@ class _AttentionAllToAll(torch.autograd.Function):
 
         def local(op: Any = None) -> None:
             nonlocal dweight
-            own = [*strips[: call.rank], _own_strip(out, ctx, q.shape[0]), *strips[call.rank + 1 :]]
-            dweight = wgrad(dz, own, weight, ctx.shares)
+            dweight = wgrad(dz, strips, weight, ctx.shares)
 
         if any(needs):
             heads.begin_backward()
             _run_backward(ctx, heads, weight, out, dz, local if needs_weight else None)
         elif needs_weight:
             local()
-        found = [grad.to(q.dtype) for grad in (heads.dq, heads.dk, heads.dv)]
-        wanted = [grad if need else None for grad, need in zip(found, needs, strict=True)]
-        return None, None, None, *wanted, dweight, dz.sum(0) if needs_bias else None
-
-
-def _own_strip(out: torch.Tensor, ctx: Any, batch: int) -> torch.Tensor:
-    """Own rows of own heads, of all rows in piece order."""
-    first = batch * sum(ctx.owned[: ctx.call.rank])
-    return out[first : first + batch * ctx.owned[ctx.call.rank]]
+        return None, None, None, *heads.found(needs), dweight, dz.sum(0) if needs_bias else None
 
 
 def _run_backward(
@@ -252,8 +244,7 @@ def _run_backward(
     call, (batch, _, queries, _) = ctx.call, heads.heads.q.shape
     flow = "attention_all_to_all_backward" + ("" if local else "-w")
     call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
-    choice = call.choose(flow, [batch * part for part in ctx.owned], _sizes(call, heads.heads, weight), STRIP)
-    rows = call.layout(choice, batch, ctx.owned, 1)
+    choice, rows = call.choose(flow, batch, ctx.owned, 1, _sizes(call, heads.heads, weight), STRIP)
     with call.leased() as lease:
         dout = lease.tensor(*out.shape, out.dtype)
         swapped = Swapped(rows, call.rank, [ctx.shares], [dout], lease, to_features=True)
@@ -272,8 +263,7 @@ def _run_backward(
 
 def _sizes(call: Call, heads: Heads, weight: torch.Tensor | None) -> dict[str, int]:
     """What a plan goes by: the most heads that any rank has, and their sizes."""
-    features = max(1, heads.k.shape[3])
-    sizes = {"heads": call.shard // features, "head_dim": features, **heads.scores.met(heads.k.shape[2])}
+    sizes = {"heads": call.shard, "head_dim": heads.k.shape[3], **heads.scores.met(heads.k.shape[2])}
     return sizes | ({} if weight is None else {"out": len(weight)})
 
 
@@ -282,5 +272,5 @@ def _queries(rows: Layout, place: Place, queries: int) -> list[tuple[slice, tupl
     return [
         (slice(start + at, start + at + end - begin), (sequence, begin, end))
         for start, stop, natural in rows.segments(place.rows)
-        for at, sequence, begin, end in _by_sequence(natural, stop - start, queries)
+        for at, sequence, begin, end in by_sequence(natural, stop - start, queries)
     ]

@@ -22,7 +22,7 @@ import torch
 
 from ...choice import Choice
 from ...overlap import Overlap
-from ..blocks import Summed, Swapped
+from ..blocks import Summed, Swapped, new_rows
 from ..call import Call, eager
 from ..check import check_layers, grads, shape
 from ..layout import Layout, around, flatten
@@ -105,11 +105,9 @@ class _LinearAllToAll(torch.autograd.Function):
         outer, _, inner = around(x.shape, dim)
         flow, own = "all_to_all", flatten(x)
         sizes = {"features": x.shape[-1], "out": [len(weight) for weight in weights]}
-        choice = call.choose(flow, [outer * part * inner for part in owned], sizes)
-        rows = call.layout(choice, outer, owned, inner)
+        choice, rows = call.choose(flow, outer, owned, inner, sizes)
+        wholes = [new_rows(x, rows.total, len(share[call.rank])) for share in shares]
         with call.leased() as lease:
-            with torch.inference_mode(False):  # gloo's threads, which are not in that mode, write to these
-                wholes = [x.new_empty(rows.total, len(share[call.rank])) for share in shares]
             swapped = Swapped(rows, call.rank, shares, wholes, lease, to_features=True)
 
             def mm(op: Any) -> None:
@@ -137,8 +135,7 @@ class _LinearAllToAll(torch.autograd.Function):
         call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
         outer, _, inner = around(x.shape, ctx.dim)
         sizes = {"features": x.shape[-1], "out": [len(weight) for weight in weights]}
-        choice = call.choose(flow, [outer * part * inner for part in ctx.owned], sizes)
-        rows = call.layout(choice, outer, ctx.owned, inner)
+        choice, rows = call.choose(flow, outer, ctx.owned, inner, sizes)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
         sides = [_Weight.of(*each) for each in zip(weights, ctx.shares, needs_weight, needs_bias, strict=True)]
         moving = [i for i, side in enumerate(sides) if needs_x or side.wants]

@@ -23,9 +23,9 @@ import torch
 from ...overlap import Overlap
 from ...patterns import split_sizes
 from ...schedule import Compute
-from ..blocks import Summed, Swapped
+from ..blocks import Summed, Swapped, new_rows
 from ..call import Call, eager
-from ..check import autocast, check_dim, check_linear, check_overlap, check_rows, check_tensors, grads, shape
+from ..check import autocast, check_dim, check_overlap, check_rows, check_tensors, check_weight, grads, shape
 from ..execute import Kernel
 from ..layout import around, flatten
 from ..transport import refusing, transport_of
@@ -92,8 +92,7 @@ def check_projection(op: str, weight: Any, bias: Any, shares: Any, transport: An
     Raises:
         ValueError, TypeError: they do not fit together.
     """
-    columns = weight.shape[1] if weight.dim() == 2 else 1
-    check_linear(op, torch.empty(1, columns, device="meta"), weight, bias)
+    check_weight(op, weight, bias)
     found = check_shares(op, shares, weight.shape[1], transport.world_size, all_once=True)
     if len(found[transport.rank]) != features:
         raise ValueError(
@@ -150,8 +149,7 @@ def wgrad(dz: torch.Tensor, strips: Sequence[torch.Tensor], weight: torch.Tensor
 
 def new_strips(like: torch.Tensor, rows: int, shares: Shares) -> list[torch.Tensor]:
     """Where the own rows that come from each rank are kept: ``[M_r, N_s]`` for every rank s."""
-    with torch.inference_mode(False):  # gloo's threads, which are not in that mode, write to these
-        return [like.new_empty(rows, len(share)) for share in shares]
+    return [new_rows(like, rows, len(share)) for share in shares]
 
 
 class _AllToAllLinear(torch.autograd.Function):
@@ -162,15 +160,13 @@ class _AllToAllLinear(torch.autograd.Function):
         owned = tuple(split_sizes(full, call.world_size))
         flow = "all_to_all_matmul"
         sizes = {"features": call.shard, "out": len(weight)}
-        choice = call.choose(flow, [outer * part * inner for part in owned], sizes)
-        rows = call.layout(choice, outer, owned, inner)
+        choice, rows = call.choose(flow, outer, owned, inner, sizes)
         z = h.new_empty(*h.shape[:dim], owned[call.rank], *h.shape[dim + 1 : -1], len(weight))
         keeps = call.differentiable and ctx.needs_input_grad[4]
         strips = new_strips(h, rows.rows[call.rank], shares) if keeps else []
         with call.leased() as lease:
             whole = rows.to_pieces(flatten(h))
-            kept = [strips] if keeps else []
-            swapped = Swapped(rows, call.rank, [shares], [whole], lease, to_features=False, strips=kept)
+            swapped = Swapped(rows, call.rank, [shares], [whole], lease, to_features=False, strips=[strips])
             total = Summed(flatten(z), call.accumulate, lease, bias=bias)
             kernels = {"mm": Projection(swapped, weight, shares).add_to(total)}
             call.run_schedule(swapped.schedule(flow, choice), choice, swapped.tensor, kernels)
@@ -200,8 +196,7 @@ class _AllToAllLinear(torch.autograd.Function):
             flow = "all_to_all_matmul_backward" + ("" if needs_weight else "-w")
             call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
             sizes = {"features": call.shard, "out": len(weight)}
-            choice = call.choose(flow, [outer * part * inner for part in ctx.owned], sizes)
-            rows = call.layout(choice, outer, ctx.owned, inner)
+            choice, rows = call.choose(flow, outer, ctx.owned, inner, sizes)
             whole = dz.new_empty(rows.total, ctx.shape[-1])
             with call.leased() as lease:
                 swapped = Swapped(rows, call.rank, [ctx.shares], [whole], lease, to_features=True)

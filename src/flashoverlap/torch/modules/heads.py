@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..functional.shares import Shares, tensor_split
+from ..functional.shares import Shares, features_of, tensor_split
 from .parallel import Parallel
 
 
@@ -50,8 +50,7 @@ class HeadShare:
 
     def features_of(self, which: int) -> Shares:
         """By rank of up, its features of queries (0), or of keys and values (1), among those of the own tp."""
-        heads = [share[which] for share in self.shares]
-        return tuple(range(own.start * self.features, own.stop * self.features) for own in heads)
+        return tuple(features_of(share[which], self.features) for share in self.shares)
 
 
 def spread(query: int, key_value: int, ranks: int) -> list[tuple[range, range]]:

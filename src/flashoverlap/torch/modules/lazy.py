@@ -31,13 +31,24 @@ _LOOKS = {
 class Lazy(torch.Tensor):
     """A tensor by its looks; see [Note: lazy tensors]."""
 
-    @abstractmethod
+    _computed: torch.Tensor | None = None
+
     def all(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The values, made when they are first asked for."""
+        if self._computed is None:
+            self._computed = self._made()
+        return self._computed
 
     @abstractmethod
+    def _made(self) -> torch.Tensor:
+        """The values, made now."""
+
     def reshaped(self, func: Callable[..., Any], args: Sequence[Any]) -> Lazy | None:
-        """What a change of shape gives that needs no values; None where ``func`` is another or no such change."""
+        """What a change of shape gives that needs no values; None where ``func`` is another or no such change.
+
+        This is itself, where nothing changes.
+        """
+        return self if shape_after(func, self.shape, args[1:]) == self.shape else None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with torch._C.DisableTorchFunctionSubclass():

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..check import autocast
-from ..functional.attend import Heads, Scores, attention, check_attention
+from ..check import autocast, check_tensors
+from ..functional.attend import Heads, attention
+from ..functional.scores import Scores, check_attention
 from .lazy import Lazy, shape_after
 
 _Tensor = torch.Tensor
@@ -35,7 +36,6 @@ class LazyAttention(Lazy):
 
     heads: Heads
     form: str
-    _computed: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, heads: Heads, form: str = "heads") -> LazyAttention:
@@ -46,17 +46,14 @@ class LazyAttention(Lazy):
             "flat": (batch, queries, count * features),
         }
         made = _Tensor._make_wrapper_subclass(cls, sizes[form], dtype=heads.q.dtype, device=heads.q.device)
-        made.heads, made.form, made._computed = heads, form, None
+        made.heads, made.form = heads, form
         return made
 
-    def all(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The values, computed when they are first asked for."""
-        if self._computed is None:
-            with computing():
-                out = attention(self.heads)
-            rows = out if self.form == "heads" else out.transpose(1, 2)
-            self._computed = rows.flatten(2) if self.form == "flat" else rows
-        return self._computed
+    def _made(self) -> torch.Tensor:
+        with computing():
+            out = attention(self.heads)
+        rows = out if self.form == "heads" else out.transpose(1, 2)
+        return rows.flatten(2) if self.form == "flat" else rows
 
     def _as(self, form: str) -> LazyAttention:
         return self if form == self.form else LazyAttention(self.heads, form)
@@ -134,6 +131,7 @@ def _heads(
     cast: list[Any] = autocast(query, key, value)
     q, k, v = cast
     scores = Scores(attn_mask, is_causal, dropout=dropout_p, scale=scale)
+    check_tensors(_OP, q, (k, v), called="q")
     check_attention(_OP, q, k, v, scores)
     if is_causal and attn_mask is not None:
         raise ValueError(f"{_OP}: is_causal goes without a mask")

@@ -8,13 +8,13 @@ it gathers them, which all ranks must do alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .lazy import Lazy, shape_after
+from .lazy import Lazy
 from .parallel import Parallel
 from .sequence import gather_rows, summed_over_all
 
@@ -35,7 +35,6 @@ class LazyRows(Lazy):
     ready: dict[nn.Module, torch.Tensor]
     _parallel: Parallel
     _partial: bool
-    _all: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -49,19 +48,12 @@ class LazyRows(Lazy):
         size = (*here.shape[:-2], rows, here.shape[-1])
         made = torch.Tensor._make_wrapper_subclass(cls, size, dtype=here.dtype, device=here.device)
         made.here, made.ready = here, dict(ready or {})
-        made._parallel, made._partial, made._all = parallel, partial, None
+        made._parallel, made._partial = parallel, partial
         return made
 
-    def all(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The rows themselves, gathered when they are first asked for."""
-        if self._all is None:
-            rows = gather_rows(self.here, self._parallel) if self._parallel.sequence_parallel else self.here
-            self._all = summed_over_all(rows, self._parallel) if self._partial else rows
-        return self._all
-
-    def reshaped(self, func: Callable[..., Any], args: Sequence[Any]) -> LazyRows | None:
-        """Itself, where nothing changes."""
-        return self if shape_after(func, self.shape, args[1:]) == self.shape else None
+    def _made(self) -> torch.Tensor:
+        rows = gather_rows(self.here, self._parallel) if self._parallel.sequence_parallel else self.here
+        return summed_over_all(rows, self._parallel) if self._partial else rows
 
 
 def own_rows(x: Any) -> Any:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 
 from ..functional import all_gather
-from .lazy import Lazy, shape_after
+from .lazy import Lazy
 from .parallel import Parallel, whole_value
 from .sequence import count_rows_of_up
 
@@ -29,21 +26,13 @@ class LazyLogits(Lazy):
 
     here: torch.Tensor
     _parallel: Parallel
-    _all: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, here: torch.Tensor, parallel: Parallel) -> LazyLogits:
         size = (*here.shape[:-2], count_rows_of_up(here, parallel), here.shape[-1])
         made = torch.Tensor._make_wrapper_subclass(cls, size, dtype=here.dtype, device=here.device)
-        made.here, made._parallel, made._all = here, parallel, None
+        made.here, made._parallel = here, parallel
         return made
 
-    def all(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The logits themselves, gathered when they are first asked for."""
-        if self._all is None:
-            self._all = whole_logits(self.here, self._parallel)
-        return self._all
-
-    def reshaped(self, func: Callable[..., Any], args: Sequence[Any]) -> LazyLogits | None:
-        """Itself, where nothing changes."""
-        return self if shape_after(func, self.shape, args[1:]) == self.shape else None
+    def _made(self) -> torch.Tensor:
+        return whole_logits(self.here, self._parallel)

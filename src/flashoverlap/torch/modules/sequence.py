@@ -6,7 +6,6 @@ those of torch.tensor_split of S_u over tp. With tensor parallelism alone there 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from ..call import Call, eager
+from ..check import digest, shape
 from ..functional import all_gather, split, sum_gradient
 from ..transport import refusing, transport_of
 from .parallel import Parallel
@@ -39,9 +39,9 @@ def summed_over_all(x: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     return sum_gradient(x, **parallel.call)
 
 
-def of_own_up(x: torch.Tensor, parallel: Parallel, dim: int = -1) -> torch.Tensor:
-    """What belongs to the rows ``S_u`` of something that all ranks hold alike, and that wants no gradient."""
-    return x if parallel.up is None else x.tensor_split(parallel.up.size, dim)[parallel.up.rank]
+def of_own_up(x: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """What belongs to the rows ``S_u`` of something ``[..., S]`` that all ranks hold alike; it wants no gradient."""
+    return x if parallel.up is None else x.tensor_split(parallel.up.size, -1)[parallel.up.rank]
 
 
 @eager
@@ -69,18 +69,17 @@ def check_alike(
 ) -> None:
     """Refuses, on every rank, an ``x`` that differs between ranks; ``what`` it is, and ``check`` may refuse more."""
 
-    def agree(group: Any) -> None:
-        digest = hashlib.blake2b(x.detach().cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
-        said = f"{what} {list(x.shape)} with digest {digest}; all ranks of the mesh take the same {what}"
+    def agree(group: Any, said: str) -> None:
         call = Call(op, transport_of(group, op, x), parallel.overlap, torch.empty(0, device=x.device))
         call.agree("", said, said)
 
     with refusing_over_up(op, parallel, x):
         with refusing(transport_of(parallel.group, op, x)):
             check()
-        agree(parallel.group)
+            said = f"{what} {shape(x)} with digest {digest(x):014x}; all ranks of the mesh take the same {what}"
+        agree(parallel.group, said)
     if parallel.up is not None:
-        agree(parallel.up.group)
+        agree(parallel.up.group, said)
 
 
 def refusing_over_up(op: str, parallel: Parallel, like: torch.Tensor) -> Any:

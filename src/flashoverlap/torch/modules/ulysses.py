@@ -23,6 +23,7 @@ from ..check import check_overlap, shape
 from ..connected import Connected
 from ..functional import all_gather, attention_all_to_all_linear, linear_all_to_all, sum_gradient
 from ..functional.scores import Kernel
+from ..functional.shares import features_of
 from ..transport import refusing, transport_of
 from .heads import spread
 
@@ -138,7 +139,7 @@ class UlyssesAttention(Connected, nn.Module):
             self._own(self.out.bias),
             mask=mask,
             dropout=self.dropout if self.training else 0.0,
-            shares=[_features(own, self._sizes[2]) for own, _ in heads],
+            shares=[features_of(own, self._sizes[2]) for own, _ in heads],
             **self._options,
             **self._call,
         )
@@ -161,7 +162,7 @@ class UlyssesAttention(Connected, nn.Module):
     def _project(self, x_shard: torch.Tensor, heads: Sequence[tuple[range, range]]) -> list[torch.Tensor]:
         """q, k and v of the own heads ``[B, heads, S, features]``."""
         linears = (self.q, self.k, self.v)
-        shares = [[_features(own[index > 0], size) for own in heads] for index, size in enumerate(self._sizes)]
+        shares = [[features_of(own[index > 0], size) for own in heads] for index, size in enumerate(self._sizes)]
         weights, biases = ([self._own(getattr(each, name)) for each in linears] for name in ("weight", "bias"))
         rows = linear_all_to_all(x_shard, weights, biases, shares=shares, dim=1, **self._call)
         return [
@@ -255,8 +256,3 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat([-second, first], -1) * sin
     return torch.cat([turned.to(x.dtype), rest], -1)
-
-
-def _features(heads: range, size: int) -> range:
-    """The features of some heads."""
-    return range(heads.start * size, heads.stop * size)
