@@ -16,6 +16,7 @@ from flashoverlap.cluster.memory import Training, memory_of
 from flashoverlap.cluster.models import MODELS
 from flashoverlap.cluster.published import PUBLISHED
 from flashoverlap.cluster.split import Split, refusal, splits_of
+from flashoverlap.cluster.step import estimate
 from flashoverlap.machine import Link, Machine
 from flashoverlap.machine_file import write
 from flashoverlap.matmul import Matmul
@@ -186,6 +187,31 @@ def test_a_calibrated_machine_is_a_cluster(tmp_path):
 
 
 # --- splits and memory
+
+
+@pytest.mark.parametrize("shard", ["none", "gradients", "parameters"])
+def test_weights_of_all_ranks_of_up_are_those_of_replicas(shard):
+    """What is exchanged between 2 replicas of 2 ranks of up is what 4 replicas exchange, once a step, behind backward."""
+    work = Training(2048, shard=shard, micro_batches=3)
+    steps = [estimate(MODELS["llama-3-8b"], H100, split, work) for split in (Split(2, 2, 2), Split(4, 1, 2))]
+    between = [[call for call in step.calls if call.axis == "dp"] for step in steps]
+    fields = ("site", "phase", "op", "times", "ranks", "mode", "seconds", "bytes")
+    first, second = ([[getattr(call, field) for field in fields] for call in calls] for calls in between)
+    assert first == second
+    assert {call.site for call in between[0]} == {"gradients", "end gradients"} | (
+        {"weights"} if shard != "none" else set()
+    )
+    assert next(call for call in between[0] if call.site == "gradients").times == 32
+    assert all("all_to_all" in call.op for call in steps[0].calls if call.axis == "up")
+    held = [step.memory for step in steps]
+    assert (held[0].parameters, held[0].gradients) == (held[1].parameters, held[1].gradients)
+
+
+def test_without_replicas_ranks_of_up_still_exchange_gradients():
+    step = estimate(MODELS["llama-3-8b"], H100, Split(1, 4, 2), Training(2048))
+    gradients = [call for call in step.calls if call.axis == "dp"]
+    assert [(call.op, call.ranks) for call in gradients] == [("reduce_scatter + all_gather", 4)] * 2
+    assert not [c for c in estimate(MODELS["llama-3-8b"], H100, Split(1, 1, 8), Training(2048)).calls if c.axis == "dp"]
 
 
 def test_splits():

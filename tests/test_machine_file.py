@@ -1,13 +1,14 @@
 """Machines in files: every bit comes back, and what is broken or of another place is told."""
 
 import json
+from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashoverlap import Kernel, Link, Machine
-from flashoverlap.machine_file import read, write
+from flashoverlap.machine_file import VERSION, read, write
 from flashoverlap.matmul import Matmul, Product
 
 MATMUL = Matmul(1.25e11, 2e-6, 1e10, ((8, 256, 256, 0.1), (512, 256, 256, 0.9)))
@@ -76,7 +77,8 @@ def changed(change):
         (lambda _: "", "Expecting value"),
         (lambda _: "[1, 2]", "it is none of a machine"),
         (lambda _: '{"schema": 1}', "it is none of a machine"),
-        (changed(lambda c: c.update(version=2)), "it has version 2, and 1 can be read"),
+        (changed(lambda c: c.update(version=1)), "it has version 1, and 2 can be read"),
+        (changed(lambda c: c.pop("version")), "it has version None, and 2 can be read"),
         (changed(lambda c: c.pop("machine")), "machine cannot be None"),
         (changed(lambda c: c["machine"].pop("link")), "machine lacks link"),
         (changed(lambda c: c["machine"].update(colour=1)), "machine has colour, which is not known"),
@@ -96,6 +98,21 @@ def test_a_broken_file_says_what_is_wrong(path, text, message):
     path.write_text(text(path))
     with pytest.raises(ValueError, match=f"machine file {path}: .*{message}"):
         read(path)
+
+
+def test_a_new_number_of_a_machine_is_a_new_version():
+    """Of what version 2 holds; whoever changes it raises VERSION, and names here what the new one holds."""
+    numbers = {kind: [field.name for field in fields(kind)] for kind in (Machine, Link, Kernel, Matmul, Product)}
+    assert (VERSION, numbers) == (
+        2,
+        {
+            Machine: ["link", "kernels", "add", "ports", "contention", "issue_s", "post_s", "notice_s", "collective_efficiency", "matmul", "nodes", "uplink", "links"],
+            Link: ["latency_s", "bytes_per_s", "sizes", "burst_bytes"],
+            Kernel: ["fixed_s", "seconds_per_row", "products"],
+            Matmul: ["flops_per_s", "fixed_s", "memory_bytes_per_s", "efficiency"],
+            Product: ["matmul", "k", "n", "itemsize", "summed"],
+        },
+    )  # fmt: skip
 
 
 def test_bytes_that_are_no_text(path):

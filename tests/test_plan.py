@@ -1,5 +1,6 @@
 """What the planner takes, and that it is the fastest of what it could have taken."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashoverlap import Kernel, Link, Machine, Matmul, Overlap, build, plan, simulate, verify
+from flashoverlap.alike import alike_after
 from flashoverlap.plan import Candidate, Plan
 
 MATMUL = Matmul(60e9, 20e-6, 10e9)
@@ -215,6 +217,85 @@ def test_one_slow_rank_is_planned_for():
     assert uneven.wire_s == pytest.approx(10 * even.wire_s)
     assert uneven.predicted_s > 2 * even.predicted_s
     assert uneven.choice.splits > even.choice.splits
+
+
+UNEVEN = (GIGABIT.link,) * 7 + (Link(100e-6, 12.5e6),)
+NODES = {"uplink": Link(2e-4, 125e6), "contention": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("on", "ranks", "most"),
+    [
+        (GIGABIT, 4, 600),
+        (GIGABIT, 8, 600),
+        (replace(GIGABIT, link=Link(1e-4, 125e6, burst_bytes=2e5), post_s=1e-5, notice_s=3e-5, contention=0.1), 8, 700),
+        (GIGABIT, 64, 3000),
+        (replace(GIGABIT, nodes=(4, 4), **NODES), 8, 3000),
+        (replace(GIGABIT, nodes=(3, 5), **NODES), 8, 5000),
+        (replace(GIGABIT, links=UNEVEN, contention=0.1), 8, 5000),
+        (replace(GIGABIT, nodes=(8, 8), **NODES), 16, 8000),
+    ],
+    ids=["4", "8", "8 with bursts", "64", "2 nodes", "uneven nodes", "uneven links", "16 on 2 nodes"],
+)
+def test_little_is_simulated(on, ranks, most, monkeypatch):
+    """Operations of all the programs that are replayed for one plan; each takes some 6 us."""
+    module, simulated = importlib.import_module("flashoverlap.plan"), []
+
+    def counting(schedule, machine, *, spans):
+        assert not spans
+        simulated[-1] += sum(map(len, schedule.programs[: alike_after(schedule, machine)]))
+        return simulate(schedule, machine, spans=spans)
+
+    monkeypatch.setattr(module, "simulate", counting)
+    for op, sizes in OPERATORS.items():
+        simulated.append(0)
+        plan(op, {"rows": 8192, **sizes}, replace(on, issue_s=5.001e-6), ranks=ranks)
+    assert 0 < max(simulated) <= most
+
+
+busy_machines = st.builds(
+    Machine,
+    st.builds(
+        Link,
+        st.sampled_from([0.0, 1e-4]),
+        st.sampled_from([2e7, 1e9]),
+        sizes=st.sampled_from([(), ((1024, 1e-5), (65536, 5e-4)), ((100_000, 1e-4),)]),
+        burst_bytes=st.sampled_from([0, 10_000, 200_000]),
+    ),
+    ports=st.integers(1, 3),
+    contention=st.sampled_from([0.0, 0.2]),
+    matmul=st.builds(Matmul, st.sampled_from([1e10, 1e12]), st.just(1e-5), st.just(1e10)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(OPERATORS)), busy_machines, st.integers(2, 5), st.integers(1, 4000), st.booleans())
+def test_nothing_is_faster_than_the_bound(op, on, ranks, rows, uneven):
+    """Also where wires let bursts through, or several transfers at once, and where small transfers are the fastest."""
+    if uneven:
+        on = replace(on, links=(on.link,) * (ranks - 1) + (replace(on.link, bytes_per_s=on.link.bytes_per_s / 5),))
+    found = plan(op, {"rows": rows, **OPERATORS[op]}, on, ranks=ranks)
+    assert min(each.seconds for each in found.candidates if each.mode != "collective") >= found.wire_s * (1 - 1e-9)
+
+
+def test_what_is_not_simulated_would_not_be_taken():
+    """Against all numbers of parts, on machines of which the planner looks at few."""
+    for on in (replace(GIGABIT, nodes=(2, 2), **NODES), replace(GIGABIT, links=UNEVEN[-4:]), GIGABIT):
+        for op, sizes in OPERATORS.items():
+            shape = {"rows": 4096, **sizes}
+            taken = plan(op, shape, on, ranks=4)
+            fixed = [
+                Overlap("flash", pattern=pattern, splits=n) for pattern in ("direct", "ring") for n in (1, 2, 4, 8)
+            ]
+            for overlap in (*fixed, *(Overlap("slice", slices=n) for n in (2, 4, 8))):
+                alone = plan(op, shape, on, ranks=4, overlap=overlap)
+                assert taken.predicted_s <= 1.0101 * alone.predicted_s, (op, overlap)
+
+
+def test_few_rows_are_sliced_where_that_was_asked_for():
+    for rows in (1, 2, 8, 31):
+        found = plan("mlp", {"rows": rows, **MLP}, GIGABIT, ranks=2, overlap=Overlap("slice"))
+        assert found.choice[:3] == ("slice", "sliced", min(2, found.rows[0]))
 
 
 def test_one_rank_has_nothing_to_move():

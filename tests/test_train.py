@@ -380,6 +380,35 @@ def whole(place):
     return done
 
 
+NOTING = """
+from pathlib import Path
+import flashoverlap.torch as fo
+from flashoverlap.torch.call import REPORT
+from flashoverlap.train import program
+from flashoverlap.train.step import Training
+step = Training.step
+
+def noting(self, number):
+    if number in (1, 2):
+        REPORT.note("mlp: a transfer takes 4 times as long as before; planned anew from this call on")
+    return step(self, number)
+
+Training.step = noting
+program.main(model="tiny.json", data=Path("text.txt"), seq=32, steps=4)
+"""
+
+
+def test_what_happens_to_the_wire_is_said_at_once_and_once(place):
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-c", NOTING]
+    done = subprocess.run(command, cwd=place, env={**os.environ, **alone}, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (at,) = [number for number, line in enumerate(lines) if "a transfer takes 4 times as long" in line]
+    assert lines[at - 1].startswith("step 1/4")
+    assert lines[at + 1].startswith("step 2/4")
+
+
 @pytest.fixture(scope="module")
 def killed(place):
     """A run whose rank 1 was killed: its exit status, what it said, and the steps that it had taken."""
@@ -482,6 +511,17 @@ def test_a_mesh_learns_what_one_process_does_and_another_goes_on(place):
     assert "ranks 4 -> 2, dp 1 -> 2, up 2 -> 1, tp 2 -> 1" in more.output
     want = alone(place, *(tiny(place, seq=31, accumulate=2, steps=steps) for steps in (2, 4)))
     assert [line["loss"] for line in metrics(place, "meshed")] == pytest.approx(want, rel=1e-5)
+
+
+def test_replicas_of_a_split_model_go_on_on_other_splits(place):
+    """Four ranks as 2 x 2, then all of them replicas, then all of them splitting the model, then one."""
+    splits = (("--dp", 2, "--tp", 2, "--shard", "gradients"), ("--dp", 4, "--shard", "parameters"), ("--tp", 4))
+    settings = ("--link", "none", "--batch", 4, "--out", "splits")
+    for steps, split in enumerate((*splits, ("--dp", 1, "--tp", 1)), 1):
+        done = train(place, *settings, "--steps", steps, *split, *(("--resume",) if steps > 1 else ()))
+        assert done.exit_code == 0, done.output
+    want = alone(place, *(tiny(place, batch=4, steps=steps) for steps in range(1, 5)))
+    assert [line["loss"] for line in metrics(place, "splits")] == pytest.approx(want, rel=1e-5)
 
 
 def test_the_modes_learn_the_same(place):

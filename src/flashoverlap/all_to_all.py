@@ -22,11 +22,12 @@ nothing (mode ``off``). ``collective`` leaves the movement to the backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import product
 
-from .flow import Flow, flow_of, of_tensor
-from .patterns import check_arguments, split_sizes
-from .schedule import Collective, Compute, Exchange, Op, Programs, Schedule, ScheduleError, Size
+from .flow import BLOCK, PIECE, Flow, flow_of, of_tensor
+from .patterns import check_arguments
+from .schedule import Collective, Compute, Exchange, Op, Programs, Schedule, ScheduleError, Size, Sizes
 
 Matrix = Sequence[Sequence[int]]
 Part = tuple[int, int]  # a tensor and a split of its block
@@ -80,33 +81,55 @@ def _build(
     flow = flow_of(op)
     _check(flow, rows, pattern, splits, tensors)
     blocks = Blocks(len(rows), splits, tensors)
-    width = dict(widths)
-
-    def bytes_of(letter: str, source: int, target: int) -> int:
-        found = width.get(letter, 1)
-        return found if isinstance(found, int) else found[source][target]
-
-    sizes = [
-        (blocks.name(letter, *owner, (tensor, split)), Size(part, bytes_of(of_tensor(letter, tensor), *owner)))
-        for letter in flow.letters
-        if letter != "z"
-        for tensor in range(tensors)
-        for owner in blocks.owners
-        for split, part in enumerate(split_sizes(rows[owner[0]][owner[1]], splits))
-    ]
-    if flow.reduce:
-        sizes += [
-            (blocks.total(target, split), Size(part, bytes_of("z", target, target)))
-            for target in range(len(rows))
-            for split, part in enumerate(split_sizes(rows[target][target], splits))
-        ]
-    for w in flow.wgrads:
-        writes = [of_tensor(w.write, tensor) for tensor in range(tensors if w.reads else 1)]
-        sizes += [(write, Size(1, bytes_of(write, 0, 0))) for write in writes]
-    alike = len({part for row in rows for part in row}) == 1 and all(isinstance(each, int) for each in width.values())
+    sizes = _Sizes(flow, rows, splits, dict(widths))
+    alike = len({part for row in rows for part in row}) == 1 and all(isinstance(each, int) for _, each in widths)
     n = len(rows)
     programs = Programs(lambda rank: _PROGRAMS[pattern](_Rank(flow, blocks, rank)), n, 1 if alike else n)
-    return Schedule(op, programs, tuple(sizes))
+    return Schedule(op, programs, Sizes(partial(_names, flow, blocks), sizes.of))
+
+
+def _names(flow: Flow, blocks: Blocks) -> Iterable[str]:
+    """All blocks, sums and weight gradients."""
+    for letter in flow.letters:
+        if letter != "z":
+            for tensor in range(blocks.tensors):
+                for owner in blocks.owners:
+                    yield from (blocks.name(letter, *owner, (tensor, split)) for split in range(blocks.splits))
+    if flow.reduce:
+        for target in range(blocks.ranks):
+            yield from (blocks.total(target, split) for split in range(blocks.splits))
+    for w in flow.wgrads:
+        yield from (of_tensor(w.write, tensor) for tensor in range(blocks.tensors if w.reads else 1))
+
+
+class _Sizes:
+    """Sizes by the names of blocks, sums and weight gradients."""
+
+    def __init__(
+        self, flow: Flow, rows: Matrix, splits: int, widths: Mapping[str, int | tuple[tuple[int, ...], ...]]
+    ) -> None:
+        self._rows, self._splits, self._widths = rows, splits, widths
+        self._letters = {letter[0] for letter in flow.letters if letter != "z"}
+        self._writes = {w.write for w in flow.wgrads}
+
+    def of(self, name: str) -> Size | None:
+        """The size of a buffer; None for a name that is none."""
+        block, total = BLOCK.match(name), PIECE.match(name)
+        if block is not None and block[1][0] in self._letters:
+            return self._split(block[1], int(block[2]), int(block[3]), int(block[4] or 0))
+        if total is not None and total[1] == "z":
+            return self._split("z", int(total[2]), int(total[2]), int(total[3] or 0))
+        return Size(1, self._width(name, 0, 0)) if name[:1] in self._writes else None
+
+    def _split(self, letter: str, source: int, target: int, split: int) -> Size | None:
+        if max(source, target) >= len(self._rows) or split >= self._splits:
+            return None
+        each, more = divmod(self._rows[source][target], self._splits)
+        return Size(each + (split < more), self._width(letter, source, target))
+
+    def _width(self, letter: str, source: int, target: int) -> int:
+        found = self._widths.get(letter, 1)
+        return found if isinstance(found, int) else found[source][target]
 
 
 def _check(flow: Flow, rows: Matrix, pattern: str, splits: int, tensors: int) -> None:
@@ -129,7 +152,11 @@ class Blocks:
     def __init__(self, ranks: int, splits: int, tensors: int) -> None:
         self.ranks, self.splits, self.tensors = ranks, splits, tensors
         self.parts = tuple((tensor, split) for split in range(splits) for tensor in range(tensors))
-        self.owners = tuple((source, target) for source in range(ranks) for target in range(ranks))
+
+    @property
+    def owners(self) -> Iterable[tuple[int, int]]:
+        """Source and target of every block."""
+        return product(range(self.ranks), range(self.ranks))
 
     def name(self, letter: str, source: int, target: int, part: Part) -> str:
         return f"{of_tensor(letter, part[0])}{source}_{target}{self._split(part[1])}"

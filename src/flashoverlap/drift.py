@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from .machine import Link, Machine
 
 # [Note: never flapping] A call is compared with what calls of its kind took after the last look, whatever was
-# predicted, so a prediction that is off asks for nothing. Several calls in a row must be off to one side. A look that
-# finds nothing new makes the next one wait twice as long, and one that finds something makes what it found the new
-# measure: a link whose rate lies at the border between two plans is looked at now and then, and planned for as it is.
+# predicted, so a prediction that is off asks for nothing. Several calls in a row must be off to one side. What a look
+# finds is believed if two more find the same, and is the new measure. A look that finds nothing new makes the next one
+# wait twice as long, and so does one that finds another change soon after the last: a link that goes to and fro, or
+# whose rate lies at the border between two plans, is planned for ever more rarely.
 LONGER, SHORTER = 1.3, 0.75
 CHANGED = 1.25  # a transfer that takes this much longer, or shorter, is worth another plan
 _USUAL, _IN_A_ROW = 3, 3
-_QUIET, _LONGEST_QUIET = 16, 4096
+_QUIET, _LONGEST_QUIET = 16, 4096  # calls after a look in which no other is wanted
+_STEADY = 256  # as many calls after a look was possible again another change is not soon
 _MOST_KINDS = 256
 
 
@@ -34,11 +36,13 @@ class Drift:
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
         self._quiet, self._next_quiet = 0, _QUIET
+        self._unchanged = _LONGEST_QUIET + _STEADY  # calls since the last change
         self.wants_look = False
 
     def enter(self, kind: Hashable, seconds: float) -> None:
         """A call of this kind took so many seconds."""
         self._quiet -= 1
+        self._unchanged += 1
         if len(self._kinds) >= _MOST_KINDS and kind not in self._kinds:
             return
         one = self._kinds.setdefault(kind, _Kind())
@@ -56,9 +60,25 @@ class Drift:
     def looked(self, *, changed: bool) -> None:
         """The wire has been looked at, on this rank's wish or another's; what is usual begins anew."""
         self._kinds.clear()
-        self._next_quiet = _QUIET if changed else min(2 * self._next_quiet, _LONGEST_QUIET)
+        if changed and self._unchanged >= self._next_quiet + _STEADY:
+            self._next_quiet = _QUIET
+        else:
+            self._next_quiet = min(2 * self._next_quiet, _LONGEST_QUIET)
+        if changed:
+            self._unchanged = 0
         self._quiet = self._next_quiet
         self.wants_look = False
+
+
+def is_changed(factor: float) -> bool:
+    """Whether transfers that take ``factor`` times as long as before are worth another plan."""
+    return not 1 / CHANGED < factor < CHANGED
+
+
+def settled(factors: Sequence[float]) -> float:
+    """What several looks at one wire come to: the median where all are off to one side, else 1."""
+    off = {factor > 1 for factor in factors if is_changed(factor)}
+    return median(factors) if len(off) == 1 and all(map(is_changed, factors)) else 1.0
 
 
 def slowed(machine: Machine, factor: float, uplink_factor: float = 1.0) -> Machine:

@@ -14,7 +14,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from .machine import Machine
 
-FORMAT, VERSION = "flashoverlap machine", 1
+# [Note: version of a file] Raised whenever a machine has got a new number, even one with a default: a file without it
+# says nothing of what it stands for, and would be read as if that had been measured to cost nothing.
+FORMAT, VERSION = "flashoverlap machine", 2
 
 
 def write(path: Path, machine: Machine, about: Mapping[str, Any]) -> None:

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 
+from . import deferred
 from .flow import Flow, flow_of
-from .rounds import partners
+from .pieces import Pieces
 from .schedule import Collective, Compute, Exchange, Op, Programs, Schedule, ScheduleError, Size
 
 PATTERNS = ("direct", "ring", "sliced", "collective")
@@ -33,34 +34,6 @@ def split_sizes(total: int, parts: int) -> list[int]:
     """Sizes of ``parts`` nearly equal parts of ``total``, larger ones first: the rule of ``torch.tensor_split``."""
     each, more = divmod(total, parts)
     return [each + (part < more) for part in range(parts)]
-
-
-class Pieces:
-    """Names of the pieces of one flow: split 1 of piece 2 of x is ``x2.1``; and who meets whom in which round."""
-
-    def __init__(self, ranks: int, splits: int, nodes: int = 1) -> None:
-        self.ranks, self.splits, self.nodes = ranks, splits, nodes
-
-    def rounds(self, rank: int) -> list[tuple[int, int]]:
-        """``(other, source)`` of each round: the rank that gets a partial sum of its piece, and the one that gives one.
-        A gathered piece goes the other way, so that the pieces of others arrive in the order in which they leave."""
-        return partners(self.ranks, rank, self.nodes)
-
-    def sources(self, rank: int) -> list[int]:
-        """The ranks that partial sums come from, in order."""
-        return [source for _, source in self.rounds(rank)]
-
-    def name(self, letter: str, owner: int, split: int) -> str:
-        return f"{letter}{owner}" if self.splits == 1 else f"{letter}{owner}.{split}"
-
-    def of(self, letter: str, owner: int) -> tuple[str, ...]:
-        return tuple(self.name(letter, owner, split) for split in range(self.splits))
-
-    def slice(self, letter: str, split: int) -> tuple[str, ...]:
-        return tuple(self.name(letter, owner, split) for owner in range(self.ranks))
-
-    def all(self, letter: str) -> tuple[str, ...]:
-        return tuple(name for owner in range(self.ranks) for name in self.of(letter, owner))
 
 
 def build(
@@ -141,7 +114,7 @@ def _direct(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
         yield from _direct_all_reduce(flow, pieces, rank)
         return
     if flow.deferred:
-        yield from _deferred("direct", flow, pieces, rank)
+        yield from deferred.direct(flow, pieces, rank)
         return
     if flow.gather:
         yield from _direct_gather(flow.letters[0], pieces, rank)
@@ -173,12 +146,6 @@ def _direct(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
             yield from _sum(pieces, rank, split, sources)
     elif flow.reduce:
         yield from _own_last(flow, pieces, rank, sources)
-
-
-def _deferred(pattern: str, flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
-    from .deferred import DEFERRED  # late: it is made of what this module defines
-
-    return DEFERRED[pattern](flow, pieces, rank)
 
 
 def _own_last(flow: Flow, pieces: Pieces, rank: int, sources: Sequence[int]) -> Iterable[Op]:
@@ -267,7 +234,7 @@ def _ring(flow: Flow, pieces: Pieces, rank: int) -> Iterable[Op]:
                            mm  [y1       ][y0       ][y2]                     mm  [p0=mm  ][p2=mm      ][p2+=][z1=mm     ][z1+=]
     """
     if flow.deferred:
-        yield from _deferred("ring", flow, pieces, rank)
+        yield from deferred.ring(flow, pieces, rank)
         return
     n, before, after = pieces.ranks, (rank - 1) % pieces.ranks, (rank + 1) % pieces.ranks
     letters = filter(None, (flow.letters[0] if flow.gather else "", flow.extra))

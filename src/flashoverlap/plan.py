@@ -6,6 +6,7 @@ data slicing, and the decomposed patterns with every useful number of splits, ov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ from .overlap import Overlap
 from .patterns import build, split_sizes
 from .schedule import Compute, Schedule
 from .simulate import simulate
-from .wire_bound import least_wire_seconds
+from .wire_bound import least_seconds_in_parts, least_wire_seconds
 from .workload import Workload, workload
 
 Sizes = tuple[tuple[str, int | tuple[int, ...]], ...]
@@ -53,6 +54,9 @@ class Candidate(NamedTuple):
         return f"{self.mode} {self.pattern} x{self.splits}{over}"
 
 
+_DIRECT = Candidate("flash", "direct", 1)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What :func:`plan` found for one call.
@@ -61,7 +65,8 @@ class Plan:
         op: as it was asked for.
         flow: of the operator.
         rows: of each rank's piece, as planned.
-        candidates: the one that is taken, then all others by predicted seconds.
+        candidates: the one that is taken, then all others by predicted seconds; those that could not be taken are left
+            out where that was plain without simulating them.
         compute_s: the kernels of a rank, unsplit, with nothing moved.
         wire_s: the least that the busiest wire has to carry, at its bandwidth and without latencies.
         code: "planned", "plain" where nothing overlapped is predicted to be as fast, "only" where one candidate was
@@ -194,14 +199,14 @@ class _Planner:
         self.itemsize, self.accumulated = itemsize, accumulated
 
     def plan(self) -> Plan:
-        """Simulates all candidates and takes the simplest of those that are as fast as the fastest."""
+        """Simulates what could be taken, and takes the simplest of those that are as fast as the fastest."""
         compute_s, wire_s = self.bounds()
-        found = [self.simulated(each) for each in _plain(self.overlap, self.rows)]
-        if not found or min(each.seconds for each in found) > max(compute_s, wire_s) * (1 + _TIE):
+        search = _Search(max(compute_s, wire_s))
+        search.found += (self.simulated(each) for each in _plain(self.overlap, self.rows))
+        if not search.settled:
             for family in _families(self.overlap, self.rows, self._orders()):
-                found += self.search(family)
-        best = min(each.seconds for each in found)
-        choice = min((each for each in found if each.seconds <= best * (1 + _TIE)), key=_simplicity)
+                self.explore(family, search, compute_s)
+        choice, found = search.taken, search.found
         others = sorted((each for each in found if each is not choice), key=lambda each: (each.seconds, each))
         code, reason = _reason(choice, others, len(self.rows))
         row_bytes = self.row_bytes[self.travels(choice)]
@@ -232,23 +237,65 @@ class _Planner:
         """The candidate with what the slowest rank takes."""
         return candidate._replace(seconds=simulate(self.schedule(candidate), self.machine, spans=False).makespan_s)
 
-    def search(self, family: Sequence[Candidate]) -> list[Candidate]:
-        """Candidates of more and more parts, up to the first that is clearly worse than one before it: each part more
-        costs a message and a kernel call, and saves half of what the last one saved."""
-        found: list[Candidate] = []
-        for each in map(self.simulated, family):
-            found.append(each)
-            if each.seconds > (1 + _WORSE) * min(other.seconds for other in found):
-                break
-        return found
+    def explore(self, family: Sequence[Candidate], search: _Search, compute_s: float) -> None:
+        """Simulates more and more parts, as long as more could be taken.
+
+        Each part more costs a message and a kernel call, so after one that is clearly worse than one before it none is
+        better. And twice as many save half of what the last ones saved: what the last two numbers of parts differ by
+        is the most that all larger ones can save.
+        """
+        direct = self.schedule(_DIRECT)
+        seconds: list[float] = []
+        for each in family:
+            floor_s = least_seconds_in_parts(direct, self.machine, each.splits, compute_s)
+            earlier = [other.seconds for other in search.found if other[1:4:2] == each[1:4:2]]  # pattern and nodes
+            if len(earlier) > 1:
+                floor_s = max(floor_s, 2 * earlier[-1] - earlier[-2])
+            if not search.wants(each, floor_s):
+                return
+            search.found.append(self.simulated(each))
+            seconds.append(search.found[-1].seconds)
+            if seconds[-1] > (1 + _WORSE) * min(seconds):
+                return
 
     def bounds(self) -> tuple[float, float]:
         """Seconds of the kernels, unsplit, and of the busiest wire at its bandwidth."""
         whole = self.schedule(Candidate("collective", "collective", 1))
         costs = ComputeCosts(whole, self.machine)
         kernels = (op for op in whole.programs[0] if isinstance(op, Compute) and op.kernel)
-        direct = self.schedule(Candidate("flash", "direct", 1))
-        return sum(map(costs.kernel_seconds, kernels)), least_wire_seconds(direct, self.machine)
+        return sum(map(costs.kernel_seconds, kernels)), least_wire_seconds(self.schedule(_DIRECT), self.machine)
+
+
+class _Search:
+    """What has been simulated for one call, and whether more of it could matter."""
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s  # no candidate takes less
+        self._skipped_s = math.inf  # nor one of those that were not simulated
+        self.found: list[Candidate] = []
+
+    @property
+    def taken(self) -> Candidate:
+        """The simplest of those that are as fast as the fastest can be."""
+        best_s = min(self._skipped_s, *(each.seconds for each in self.found))
+        return min((each for each in self.found if each.seconds <= best_s * (1 + _TIE)), key=_simplicity)
+
+    @property
+    def settled(self) -> bool:
+        """Whether one is as fast as any can be."""
+        return any(each.seconds <= self._least_s * (1 + _TIE) for each in self.found)
+
+    def wants(self, candidate: Candidate, floor_s: float) -> bool:
+        """Whether a candidate that takes ``floor_s`` or more could be taken instead; if not, it is not simulated."""
+        if len(self.found) < 2:  # of what was asked for, the best and the runner-up
+            return True
+        taken, floor_s = self.taken, max(self._least_s, floor_s)
+        if _simplicity(candidate) < _simplicity(taken):
+            return floor_s <= min(each.seconds for each in self.found) * (1 + _TIE)
+        if floor_s * (1 + _TIE) < taken.seconds:
+            return True
+        self._skipped_s = min(self._skipped_s, floor_s)
+        return False
 
 
 def _schedule(
@@ -275,15 +322,19 @@ def _plain(overlap: Overlap, rows: Sequence[int]) -> Iterable[Candidate]:
 def _families(
     overlap: Overlap, rows: Sequence[int], orders: Iterable[tuple[str, int]]
 ) -> Iterable[Sequence[Candidate]]:
-    """What overlaps something and may be taken: sequences that differ in the number of parts alone."""
+    """What overlaps something and may be taken, the fastest first as a rule, so that others need not be simulated:
+    sequences that differ in the number of parts alone."""
     if overlap.mode == "auto" and len(rows) == 1:
         yield [Candidate("flash", overlap.pattern, 1)]
         return
-    if overlap.mode in ("slice", "auto"):
-        yield [Candidate("slice", "sliced", slices) for slices in _parts(overlap.slices, _SLICES, rows)]
     if overlap.mode in ("flash", "auto"):
         for pattern, nodes in orders:
             yield [Candidate("flash", pattern, splits, nodes) for splits in _parts(overlap.splits, _SPLITS, rows)]
+    if overlap.mode in ("slice", "auto"):
+        counts = _parts(overlap.slices, _SLICES, rows)
+        if overlap.mode == "slice" and not counts:  # what was asked for is done, with however few rows
+            counts = _parts(_SLICES[0], _SLICES, rows)
+        yield [Candidate("slice", "sliced", slices) for slices in counts]
 
 
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from rank 0. A name means the same thing on every rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, overload
@@ -120,6 +120,46 @@ class Size(NamedTuple):
         return self.rows * self.row_bytes
 
 
+class Sizes(Sequence[tuple[str, Size]]):
+    """The sizes of a pattern of many buffers, each told when it is asked for: a rank knows few of them.
+
+    Args:
+        names: makes all names, the same whenever it is asked.
+        size_of: the size by a name; None for a name that is none.
+    """
+
+    def __init__(self, names: Callable[[], Iterable[str]], size_of: Callable[[str], Size | None]) -> None:
+        self._names, self._size_of = names, size_of
+        self._known: dict[str, Size | None] = {}
+
+    @cached_property
+    def _all(self) -> tuple[tuple[str, Size], ...]:
+        named = ((name, self.get(name)) for name in self._names())
+        return tuple((name, size) for name, size in named if size is not None)
+
+    def get(self, name: str) -> Size | None:
+        """The size of a buffer, as of a mapping."""
+        if name not in self._known:
+            self._known[name] = self._size_of(name)
+        return self._known[name]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, Size]: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[tuple[str, Size], ...]: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, Size] | tuple[tuple[str, Size], ...]:
+        return self._all[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, tuple | Sizes) and self._all == tuple(other))
+
+    def __hash__(self) -> int:
+        return hash(self._all)
+
+
 class ScheduleError(ValueError):
     """A schedule that cannot be read or cannot be right; the message shows the programs with the place marked."""
 
@@ -135,27 +175,28 @@ class Schedule:
     Args:
         op: what the programs compute together; names the specification that :func:`flashoverlap.verify` holds them to.
         programs: ``programs[rank]`` is that rank's operations in order; a tuple, or made when they are asked for.
-        sizes: ``(name, size)`` of every buffer; a name with a source (``p2@0``) falls back to the one without.
+        sizes: ``(name, size)`` of every buffer, a tuple, or told when they are asked for; a name with a source
+            (``p2@0``) falls back to the one without.
     """
 
     op: str
     programs: Sequence[Program]
-    sizes: tuple[tuple[str, Size], ...]
+    sizes: Sequence[tuple[str, Size]]
 
     @property
     def ranks(self) -> int:
         return len(self.programs)
 
     @cached_property
-    def _size_of(self) -> Mapping[str, Size]:
-        return dict(self.sizes)
+    def _size_of(self) -> Callable[[str], Size | None]:
+        return self.sizes.get if isinstance(self.sizes, Sizes) else dict(self.sizes).get
 
     def __getstate__(self) -> dict[str, object]:
-        return {"op": self.op, "programs": tuple(self.programs), "sizes": self.sizes}
+        return {"op": self.op, "programs": tuple(self.programs), "sizes": tuple(self.sizes)}
 
     def size(self, name: str) -> Size:
         """The size of buffer ``name``; raises ScheduleError for a name that the schedule does not know."""
-        found = self._size_of.get(name) or self._size_of.get(name.partition("@")[0])
+        found = self._size_of(name) or self._size_of(name.partition("@")[0])
         if found is None:
             raise ScheduleError(f"buffer {name!r} of {self.op} has no size")
         return found

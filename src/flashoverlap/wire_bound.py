@@ -6,22 +6,22 @@ from collections import defaultdict
 
 from .alike import alike_after
 from .flow import BLOCK
-from .machine import Machine
+from .machine import Link, Machine
 from .schedule import Exchange, Schedule
 
 
 def least_wire_seconds(direct: Schedule, machine: Machine) -> float:
-    """Seconds of the busiest wire in its busier direction, at its bandwidth and without latencies.
+    """Seconds of the busiest wire in its busier direction, at its bandwidth, without latencies and after a first burst.
 
     Args:
         direct: the schedule in which every piece goes straight from the rank that has it to each that needs it. That is
             the least for the wire of a rank. Not so for that of a node: a gathered piece has to come to it once and
             not once for each of its ranks, and has to leave its own node once; of partial sums the sum does.
     """
-    n, ports = direct.ranks, max(1, min(machine.ports, direct.ranks - 1))
+    n, ports = direct.ranks, machine.ports
     busy: defaultdict[tuple[str, int], float] = defaultdict(float)
     for rank in range(alike_after(direct, machine)):
-        bytes_per_s = machine.link_of(rank).bytes_per_s * ports
+        bytes_per_s = _fastest(machine.link_of(rank)) * ports
         for op in direct.programs[rank]:
             if not isinstance(op, Exchange):
                 continue
@@ -36,7 +36,32 @@ def least_wire_seconds(direct: Schedule, machine: Machine) -> float:
             if BLOCK.match(op.send):
                 out_of = into = 1
             if machine.crosses(rank, op.to):
-                busy["out of node", node] += sent / machine.uplink.bytes_per_s / out_of
+                busy["out of node", node] += sent / _fastest(machine.uplink) / out_of
             if machine.crosses(op.frm, rank):
-                busy["into node", node] += received / machine.uplink.bytes_per_s / into
+                busy["into node", node] += received / _fastest(machine.uplink) / into
+    bursts = [link.burst_bytes / link.bytes_per_s for link in map(machine.link_of, range(n))]
+    for (way, rank), seconds in busy.items():
+        if way in ("out", "in"):
+            others = sum(bursts) - bursts[rank]
+            busy[way, rank] = max(0.0, seconds - (bursts[rank] if way == "out" else others) / ports)
     return max(busy.values(), default=0.0)
+
+
+def least_seconds_in_parts(direct: Schedule, machine: Machine, parts: int, compute_s: float) -> float:
+    """Seconds that one rank needs at the least where every piece is cut into ``parts``: for its messages, latencies
+    counted, and for its kernels, which take ``compute_s`` uncut, beside posting them.
+
+    Args:
+        direct: the schedule in which no piece is cut and every piece goes straight to who needs it.
+    """
+    rank = min(range(direct.ranks), key=lambda rank: machine.link_of(rank).bytes_per_s)
+    link = machine.link_of(rank)
+    sent = [direct.size(op.send).bytes for op in direct.programs[rank] if isinstance(op, Exchange)]
+    messages_s = parts * sum(link.seconds(nbytes / parts) for nbytes in sent)
+    posting_s = parts * len(sent) * (machine.issue_s + machine.post_s)
+    return max((messages_s - link.burst_bytes / link.bytes_per_s) / machine.ports, compute_s + posting_s)
+
+
+def _fastest(link: Link) -> float:
+    """Bytes a second of the transfers that make the most of a wire, which may be some of those that were measured."""
+    return max(link.bytes_per_s, *(nbytes / seconds for nbytes, seconds in link.sizes if seconds), 0.0)

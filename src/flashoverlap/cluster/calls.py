@@ -47,7 +47,7 @@ class Groups:
 
     def __init__(self, cluster: Cluster, split: Split, dtype: str) -> None:
         self.cluster, self.dtype = cluster, dtype
-        self.places = {"tp": (split.tp, 1), "up": (split.up, split.tp), "dp": (split.dp, split.tp * split.up)}
+        self.places = {"tp": (split.tp, 1), "up": (split.up, split.tp), "dp": (split.copies, split.tp)}
         self.machines = {axis: cluster.group(*place) for axis, place in self.places.items()}
 
     def call(self, operator: Operator) -> Call:

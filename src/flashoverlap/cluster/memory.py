@@ -38,7 +38,8 @@ class Training:
         seq: tokens of a sequence.
         batch: sequences of one replica at a time.
         dtype: of parameters, activations and gradients.
-        shard: what is spread over the replicas: "none", "gradients" (and the optimizer's state) or "parameters" (too).
+        shard: what is spread over all ranks that have the same weights, those of dp and up: "none", "gradients" (and
+            the optimizer's state) or "parameters" (too).
         micro_batches: how often a step does that before gradients are exchanged.
         recompute: only the input of each layer is kept, and its forward pass runs again before its backward pass.
     """
@@ -76,7 +77,7 @@ def memory_of(model: ModelShape, split: Split, work: Training) -> Memory:
     """What one device holds at the peak of a step."""
     layer = local_layer_parameters(model, split.tp)
     own = model.layers * layer + model.embedding_parameters / split.tp + model.hidden
-    spread = {shard: split.dp if SHARDS.index(work.shard) >= SHARDS.index(shard) else 1 for shard in SHARDS[1:]}
+    spread = {shard: split.copies if SHARDS.index(work.shard) >= SHARDS.index(shard) else 1 for shard in SHARDS[1:]}
     rows, itemsize = work.tokens / split.up, work.itemsize
     gathered_rows = 2 * rows * model.hidden * itemsize if split.tp > 1 else 0
     gathered_weights = 2 * layer * itemsize if spread["parameters"] > 1 else 0

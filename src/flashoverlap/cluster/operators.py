@@ -12,10 +12,10 @@ and of all keys, F of the MLP, V rows of the vocabulary:
                both     attention_all_to_all         over up   queries of each rank of up, and then
                both     linear_reduce_scatter        over tp   [T_u, Q / tp] x [Q / tp, H]
     mlp                 mlp                          over tp   [T_u, H] x [H, F / tp], then [T_u, F / tp] x [F / tp, H]
-    gradients  up > 1   all_reduce                   over up   of whole weights, each rank having seen some rows
     embedding           reduce_scatter               over tp   rows looked up
     head                all_gather_linear            over tp   [T_u, H] x [H, V / tp]
 
+Gradients of weights that several ranks have, those of up among them, are those of data parallelism: see step.py.
 A query meets as many keys as it does on average: under a causal mask late ones cost more than early ones.
 """
 
@@ -40,7 +40,8 @@ class Operator(NamedTuple):
         site: what of the model it is.
         phase: "forward", "recompute" or "backward".
         op: as :func:`flashoverlap.plan.plan` takes it; "" where nothing is moved.
-        axis: the group that it is called on, "tp", "up" or "dp"; "" where nothing is moved.
+        axis: the group that it is called on, "tp", "up" or "dp" (all that have the same weights, those of up among
+            them); "" where nothing is moved.
         sizes: as the planner takes them; where nothing is moved "rows", and "touched" elements of each.
         times: how often a step calls it.
     """
@@ -81,12 +82,6 @@ class _Part:
         return Operator(site, phase, "", "", {"rows": rows, **sizes}, self.times)
 
 
-def summed_over_up(site: str, parameters: int, features: int, times: int) -> Operator:
-    """The gradients of weights that all ranks of up have, which each of them saw some rows for."""
-    sizes = {"rows": -(-parameters // features), "features": features}
-    return Operator(site, "backward", "all_reduce", "up", sizes, times)
-
-
 def _named(op: str, phase: str) -> str:
     return f"{op} backward" if phase == "backward" else op
 
@@ -104,8 +99,6 @@ class Ends(_Part):
         """From the loss to the last layer, and from the first to the embedding's gradient."""
         yield from self._head("backward", 3)
         yield self.over_tp("embedding", "backward", "reduce_scatter", features=self.model.hidden)
-        if self.split.up > 1:
-            yield summed_over_up("end gradients", self.parameters, self.model.hidden, 1)
 
     @property
     def parameters(self) -> int:
@@ -135,14 +128,12 @@ class Layers(_Part):
         yield self._mlp(phase)
 
     def backward(self) -> Iterator[Operator]:
-        """What each layer calls, with the gradients of its weights."""
+        """What each layer calls."""
         own = split_sizes(self.up_rows, self.split.tp)[0]
         yield self._mlp("backward")
         yield from self._attention("backward")
         yield from self._qkv("backward")
         yield self.local("norms", "backward", own, touched=20 * self.model.hidden)
-        if self.split.up > 1:
-            yield summed_over_up("gradients", self.parameters, self.model.hidden, self.times)
 
     @property
     def parameters(self) -> int:

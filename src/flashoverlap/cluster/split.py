@@ -19,6 +19,11 @@ class Split(NamedTuple):
     def devices(self) -> int:
         return self.dp * self.up * self.tp
 
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same weights: those of the replicas, and in each of them those of up."""
+        return self.dp * self.up
+
     def __str__(self) -> str:
         return f"dp {self.dp} x up {self.up} x tp {self.tp}"
 

@@ -1,8 +1,9 @@
 """A training step on a cluster: every operator planned as a real call is, and what they come to together.
 
-Forward and backward of all layers run one operator after another, as they do in the library. Gradients of replicas, and
-weights that replicas share, move beside them (replicas.py). The optimizer reads and writes its state once. Not counted:
-reading data, checkpoints, pipeline parallelism (there is none), and ranks that are slower than others.
+Forward and backward of all layers run one operator after another, as they do in the library. Ranks of up have the same
+weights, as replicas do: the gradients of all of them, and weights that they share, move beside that (replicas.py). The
+optimizer reads and writes its state once. Not counted: reading data, checkpoints, pipeline parallelism (there is none),
+and ranks that are slower than others.
 """
 
 from __future__ import annotations
@@ -138,26 +139,26 @@ class _Step:
         for each in (embedding, *forward, *head, *backward, *last, *weights):
             once = each in weights and self.work.shard == "gradients"
             yield each._replace(times=each.times * (1 if once else self.work.micro_batches))
-        if self.split.dp > 1:
+        if self.split.copies > 1:
             yield from self._gradients(backward)
 
     def _weights(self, forward: Sequence[Call], backward: Sequence[Call]) -> Iterator[Call]:
-        """Weights of which each replica keeps or steps a part, gathered while the layer before is computed."""
-        if self.split.dp == 1 or self.work.shard == "none":
+        """Weights of which each rank keeps or steps a part, gathered while the layer before is computed."""
+        if self.split.copies == 1 or self.work.shard == "none":
             return
         phases = {"forward": forward, "backward": backward} if self.work.shard == "parameters" else {"forward": forward}
         for phase, beside in phases.items():
-            gather = self._between_replicas("weights", phase, "all_gather", self.layers)
+            gather = self._between_copies("weights", phase, "all_gather", self.layers)
             each = self.groups.transfers([gather], "comes while the layer before is computed")
             stage = Stage(self._idle_s(beside), each.seconds)
             yield each._replace(exposed_s=exposed_before([stage] * self.model.layers) / self.model.layers)
 
     def _gradients(self, backward: Sequence[Call]) -> Iterator[Call]:
-        """Gradients, summed where each replica keeps its part of them, and gathered where each needs all."""
+        """Gradients, summed where each rank that has them keeps its part, and gathered where each needs all."""
         ops = ("reduce_scatter", "all_gather") if self.work.shard == "none" else ("reduce_scatter",)
         why = "flies while earlier layers are computed"
         each, ends = (
-            self.groups.transfers([self._between_replicas(site, "backward", op, part) for op in ops], why)
+            self.groups.transfers([self._between_copies(site, "backward", op, part) for op in ops], why)
             for site, part in (("gradients", self.layers), ("end gradients", self.ends))
         )
         stage = Stage(self._idle_s(backward), each.seconds)
@@ -168,7 +169,7 @@ class _Step:
         for call in (each, ends):
             yield call._replace(exposed_s=share * call.seconds)
 
-    def _between_replicas(self, site: str, phase: str, op: str, part: Ends | Layers) -> Operator:
+    def _between_copies(self, site: str, phase: str, op: str, part: Ends | Layers) -> Operator:
         features = self.model.hidden
         sizes = {"rows": -(-part.parameters // features), "features": features}
         return Operator(site, phase, op, "dp", sizes, part.times)

@@ -47,11 +47,10 @@ def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen
         first = checkpoints.begin(training, screen)
     result, journal = ModeResult(options.mode), Journal(options, scale, screen, first)
 
-    notes: dict[str, None] = {}  # of all steps, each of which begins the report anew
     with screen.steps(first, options.steps):
         for number in range(first, options.steps):
             timed = ranks.stopwatch.time(lambda number=number: training.step(number))
-            notes |= dict.fromkeys(fo.report().notes)
+            screen.say_once(fo.report().notes)
             journal.step(number, journal.enter(result, number, timed, alone_s))
             if checkpoints.due(number + 1):
                 checkpoints.save(training, number + 1)
@@ -62,8 +61,6 @@ def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen
     if options.trace is not None:
         save_trace(training, ranks, options.steps, options.trace)
     journal.close([result], options.json, options.trace)
-    for note in notes:
-        screen.say(note)
 
 
 def main(**chosen: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ class Screen:
         else:
             self.console = Console(width=None if sys.stdout.isatty() else _WIDTH)
         self._bar: tuple[Progress, Any] | None = None
+        self._said: set[str] = set()
 
     @contextmanager
     def steps(self, first: int, steps: int) -> Iterator[None]:
@@ -61,6 +62,13 @@ class Screen:
         else:
             bar, task = self._bar
             bar.update(task, completed=done, description=text, refresh=True)
+
+    def say_once(self, texts: Iterable[str]) -> None:
+        """Says each of some texts, unless it has been said before."""
+        for text in texts:
+            if text not in self._said:
+                self._said.add(text)
+                self.say(text)
 
     def say(self, text: str) -> None:
         """Says something in a line of its own."""
