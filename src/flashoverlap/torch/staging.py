@@ -43,6 +43,10 @@ class Staging:
         self._free += buffers
         del self._free[: max(0, len(self._free) - self._most)]
 
+    def clear(self) -> None:
+        """Lets all go that lie in the free list."""
+        self._free = []
+
 
 class Lease:
     """What one call has taken from a Staging: :meth:`tensor` hands out, :meth:`close` gives all back."""

@@ -167,7 +167,8 @@ def _units(
         return member.leaf.dtype, member.value.device, member.leaf.requires_grad, shard != "none" and bool(member.shape)
 
     def add(group: list[Member], linear: bool = False) -> None:
-        parts = splits_of(group[0], ranks, overlap) if linear and account.decomposed else 1
+        first = not any(unit.linear for unit in units)
+        parts = splits_of(group[0], ranks, overlap, first) if linear and account.decomposed else 1
         sharded = kind(group[0])[-1]
         units.append(Unit(len(units), group, ranks, parts=parts, sharded=sharded, linear=linear))
 
@@ -197,13 +198,21 @@ def is_linear_weight(member: Member) -> bool:
 
 
 _SPLIT_BYTES = 1 << 19
+_SPLIT_ROWS = 512
 _MOST_SPLITS = 4
 
 
-def splits_of(member: Member, ranks: int, overlap: Overlap) -> int:
-    """Parts of a rank's block: as asked, or of half a megabyte and no more than four; one a row at most."""
+def splits_of(member: Member, ranks: int, overlap: Overlap, first: bool) -> int:
+    """Parts of a rank's block: as asked, or no more than four that leave matmuls enough rows; one a row at most.
+
+    Behind the gradient of the first linear, and before its weight is used, nothing else hides what travels: there a
+    part is half a megabyte, though its matmuls lose some 5 %. Among more than two ranks there are two parts at least:
+    what is in flight holds the more memory, the larger a part is.
+    """
     rows = max(1, *member.rows)
-    wanted = overlap.splits or min(_MOST_SPLITS, member.value.nbytes // ranks // _SPLIT_BYTES)
+    least = 2 if ranks > 2 else 1
+    fine = member.value.nbytes // ranks // _SPLIT_BYTES if first else rows // _SPLIT_ROWS
+    wanted = overlap.splits or min(_MOST_SPLITS, max(least, fine))
     return max(1, min(wanted, rows))
 
 

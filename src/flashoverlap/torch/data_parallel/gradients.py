@@ -308,6 +308,7 @@ class Gradients:
         self._passes = 0
         self._dirty.clear()
         self._clear()
+        self._channels.reduce.staging.clear()  # the next forward's activations can have it
         self._account.enter()
 
     def _by_unit(self, flags: dict[Member, int], bit: int) -> dict[int, list[bool]]:
