@@ -32,6 +32,23 @@ def built(op, n=3, pattern="direct", splits=1, tensors=1, rows=None):
     return all_to_all(rows or [[splits] * n] * n, op=op, pattern=pattern, splits=splits, tensors=tensors)
 
 
+def test_sizes_are_those_of_names_that_there_are():
+    for splits, wrong in (
+        (2, ("p0_1", "pc0_1.0", "z0", "z0.0", "p0_1.2", "p2_1.0", "q0_1.0")),
+        (1, ("p0_1.0", "pc0_1")),
+    ):
+        schedule = built("all_to_all", n=2, splits=splits, tensors=2, rows=[[4, 5], [6, 7]])
+        assert {schedule.size(name).rows for name, _ in schedule.sizes} <= {2, 3, 4, 5, 6, 7}
+        for name in wrong:
+            with pytest.raises(ScheduleError, match="no size"):
+                schedule.size(name)
+    summed = built("all_to_all_backward", n=2, splits=2, tensors=2, rows=[[4, 4]] * 2)
+    assert summed.size("z1.1").rows == 2
+    for name in ("wx", "wc", "z1"):
+        with pytest.raises(ScheduleError, match="no size"):
+            summed.size(name)
+
+
 # --- laid out -----------------------------------------------------------------------------------------------------------
 
 RANK_1_OF_3 = {

@@ -280,12 +280,14 @@ def test_nothing_is_faster_than_the_bound(op, on, ranks, rows, uneven):
 
 def test_what_is_not_simulated_would_not_be_taken():
     """Against all numbers of parts, on machines of which the planner looks at few."""
-    for on in (replace(GIGABIT, nodes=(2, 2), **NODES), replace(GIGABIT, links=UNEVEN[-4:]), GIGABIT):
+    small = replace(GIGABIT.link, sizes=((1 << 16, (1 << 16) / 3.6e8), (1 << 23, (1 << 23) / 1.2e8)))
+    machines = (replace(GIGABIT, nodes=(2, 2), **NODES), replace(GIGABIT, links=UNEVEN[-4:]), GIGABIT)
+    for on in (*machines, replace(GIGABIT, link=small)):
         for op, sizes in OPERATORS.items():
             shape = {"rows": 4096, **sizes}
             taken = plan(op, shape, on, ranks=4)
             fixed = [
-                Overlap("flash", pattern=pattern, splits=n) for pattern in ("direct", "ring") for n in (1, 2, 4, 8)
+                Overlap("flash", pattern=pattern, splits=n) for pattern in ("direct", "ring") for n in (1, 2, 4, 8, 16)
             ]
             for overlap in (*fixed, *(Overlap("slice", slices=n) for n in (2, 4, 8))):
                 alone = plan(op, shape, on, ranks=4, overlap=overlap)

@@ -81,7 +81,7 @@ def _build(
     flow = flow_of(op)
     _check(flow, rows, pattern, splits, tensors)
     blocks = Blocks(len(rows), splits, tensors)
-    sizes = _Sizes(flow, rows, splits, dict(widths))
+    sizes = _Sizes(flow, rows, blocks, dict(widths))
     alike = len({part for row in rows for part in row}) == 1 and all(isinstance(each, int) for _, each in widths)
     n = len(rows)
     programs = Programs(lambda rank: _PROGRAMS[pattern](_Rank(flow, blocks, rank)), n, 1 if alike else n)
@@ -106,23 +106,26 @@ class _Sizes:
     """Sizes by the names of blocks, sums and weight gradients."""
 
     def __init__(
-        self, flow: Flow, rows: Matrix, splits: int, widths: Mapping[str, int | tuple[tuple[int, ...], ...]]
+        self, flow: Flow, rows: Matrix, blocks: Blocks, widths: Mapping[str, int | tuple[tuple[int, ...], ...]]
     ) -> None:
-        self._rows, self._splits, self._widths = rows, splits, widths
-        self._letters = {letter[0] for letter in flow.letters if letter != "z"}
-        self._writes = {w.write for w in flow.wgrads}
+        self._rows, self._splits, self._widths = rows, blocks.splits, widths
+        tensors = range(blocks.tensors)
+        self._letters = {of_tensor(letter, each) for letter in flow.letters if letter != "z" for each in tensors}
+        self._writes = {of_tensor(w.write, each) for w in flow.wgrads for each in (tensors if w.reads else [0])}
+        self._sums = bool(flow.reduce)
 
     def of(self, name: str) -> Size | None:
         """The size of a buffer; None for a name that is none."""
         block, total = BLOCK.match(name), PIECE.match(name)
-        if block is not None and block[1][0] in self._letters:
-            return self._split(block[1], int(block[2]), int(block[3]), int(block[4] or 0))
-        if total is not None and total[1] == "z":
-            return self._split("z", int(total[2]), int(total[2]), int(total[3] or 0))
-        return Size(1, self._width(name, 0, 0)) if name[:1] in self._writes else None
+        if block is not None and block[1] in self._letters:
+            return self._split(block[1], int(block[2]), int(block[3]), block[4])
+        if total is not None and total[1] == "z" and self._sums:
+            return self._split("z", int(total[2]), int(total[2]), total[3])
+        return Size(1, self._width(name, 0, 0)) if name in self._writes else None
 
-    def _split(self, letter: str, source: int, target: int, split: int) -> Size | None:
-        if max(source, target) >= len(self._rows) or split >= self._splits:
+    def _split(self, letter: str, source: int, target: int, named: str | None) -> Size | None:
+        split = int(named or 0)
+        if (named is None) != (self._splits == 1) or max(source, target) >= len(self._rows) or split >= self._splits:
             return None
         each, more = divmod(self._rows[source][target], self._splits)
         return Size(each + (split < more), self._width(letter, source, target))

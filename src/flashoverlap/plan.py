@@ -68,7 +68,7 @@ class Plan:
         candidates: the one that is taken, then all others by predicted seconds; those that could not be taken are left
             out where that was plain without simulating them.
         compute_s: the kernels of a rank, unsplit, with nothing moved.
-        wire_s: the least that the busiest wire has to carry, at its bandwidth and without latencies.
+        wire_s: the least that the busiest wire has to carry, at its fastest rate, without latencies and after a burst.
         code: "planned", "plain" where nothing overlapped is predicted to be as fast, "only" where one candidate was
             asked for, or "one_rank".
         reason: the same as a sentence.
@@ -244,12 +244,15 @@ class _Planner:
         better. And twice as many save half of what the last ones saved: what the last two numbers of parts differ by
         is the most that all larger ones can save.
         """
-        direct = self.schedule(_DIRECT)
+        direct, on = self.schedule(_DIRECT), self.machine
+        floors = [least_seconds_in_parts(direct, on, each.splits, compute_s) for each in family]
+        # where small transfers were measured to go at a rate of their own, no number of parts tells of another
+        steady = not any(link.sizes for link in (on.link, *on.links, *([on.uplink] if on.uplink else [])))
         seconds: list[float] = []
-        for each in family:
-            floor_s = least_seconds_in_parts(direct, self.machine, each.splits, compute_s)
+        for at, each in enumerate(family):
+            floor_s = min(floors[at:])
             earlier = [other.seconds for other in search.found if other[1:4:2] == each[1:4:2]]  # pattern and nodes
-            if len(earlier) > 1:
+            if steady and len(earlier) > 1:
                 floor_s = max(floor_s, 2 * earlier[-1] - earlier[-2])
             if not search.wants(each, floor_s):
                 return

@@ -166,6 +166,9 @@ def as_json(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
     """The result file, schema 1."""
     compute = next(row for row in rows if row.mode == "compute").seconds
     rate = options.link_bytes_per_s
+    bound = None
+    if rate is not None and compute is not None and options.nodes == 1:  # what leaves a node depends on its way
+        bound = max(compute, options.ideal_bytes / rate)
     return {
         "schema": 1,
         "case": options.shape.case,
@@ -174,6 +177,6 @@ def as_json(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
         "dtype": options.dtype,
         "pass": options.phase,
         "shape": asdict(options.shape),  # pyright: ignore[reportArgumentType]
-        "bound_seconds": None if rate is None or compute is None else max(compute, options.ideal_bytes / rate),
+        "bound_seconds": bound,
         "rows": [asdict(row) for row in rows],
     }

@@ -1,4 +1,4 @@
-"""Buffers that are kept from call to call, so that no step pays for fresh pages."""
+"""Buffers that are kept from call to call, so that no call pays for fresh pages."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _units(
         return member.leaf.dtype, member.value.device, member.leaf.requires_grad, shard != "none" and bool(member.shape)
 
     def add(group: list[Member], linear: bool = False) -> None:
-        first = not any(unit.linear for unit in units)
+        first = not any(unit.linear and unit.is_trained for unit in units)
         parts = splits_of(group[0], ranks, overlap, first) if linear and account.decomposed else 1
         sharded = kind(group[0])[-1]
         units.append(Unit(len(units), group, ranks, parts=parts, sharded=sharded, linear=linear))
@@ -205,9 +205,9 @@ _MOST_SPLITS = 4
 def splits_of(member: Member, ranks: int, overlap: Overlap, first: bool) -> int:
     """Parts of a rank's block: as asked, or no more than four that leave matmuls enough rows; one a row at most.
 
-    Behind the gradient of the first linear, and before its weight is used, nothing else hides what travels: there a
-    part is half a megabyte, though its matmuls lose some 5 %. Among more than two ranks there are two parts at least:
-    what is in flight holds the more memory, the larger a part is.
+    Behind the gradient of the first trained linear, and before its weight is used, nothing else hides what travels:
+    there a part is half a megabyte, though its matmuls lose some 5 %. Among more than two ranks there are two parts at
+    least: what is in flight holds the more memory, the larger a part is.
     """
     rows = max(1, *member.rows)
     least = 2 if ranks > 2 else 1
