@@ -50,6 +50,8 @@ def test_every_point_of_the_grid_can_be_run():
     quick = list(prediction.grid(["mlp"], quick=True, repeats=3))
     assert len(full) == 4 * 4 * 3 * 2
     assert len(quick) == 4
+    assert "slice" in full[0].modes
+    assert "slice" not in full[-1].modes  # written by hand there, so that nothing is predicted of it
 
 
 def test_one_point(tmp_path):
