@@ -26,7 +26,7 @@ from functools import lru_cache, partial
 from itertools import product
 
 from .flow import BLOCK, PIECE, Flow, flow_of, of_tensor
-from .patterns import check_arguments
+from .patterns import check_arguments, split_sizes
 from .schedule import Collective, Compute, Exchange, Op, Programs, Schedule, ScheduleError, Size, Sizes
 
 Matrix = Sequence[Sequence[int]]
@@ -127,8 +127,7 @@ class _Sizes:
         split = int(named or 0)
         if (named is None) != (self._splits == 1) or max(source, target) >= len(self._rows) or split >= self._splits:
             return None
-        each, more = divmod(self._rows[source][target], self._splits)
-        return Size(each + (split < more), self._width(letter, source, target))
+        return Size(split_sizes(self._rows[source][target], self._splits)[split], self._width(letter, source, target))
 
     def _width(self, letter: str, source: int, target: int) -> int:
         found = self._widths.get(letter, 1)

@@ -7,9 +7,9 @@ data slicing, and the decomposed patterns with every useful number of splits, ov
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from .all_to_all import all_to_all
@@ -204,8 +204,10 @@ class _Planner:
         search = _Search(max(compute_s, wire_s))
         search.found += (self.simulated(each) for each in _plain(self.overlap, self.rows))
         if not search.settled:
+            direct = self.schedule(_DIRECT)
+            least = cache(lambda parts: least_seconds_in_parts(direct, self.machine, parts, compute_s))
             for family in _families(self.overlap, self.rows, self._orders()):
-                self.explore(family, search, compute_s)
+                self.explore(family, search, least)
         choice, found = search.taken, search.found
         others = sorted((each for each in found if each is not choice), key=lambda each: (each.seconds, each))
         code, reason = _reason(choice, others, len(self.rows))
@@ -237,20 +239,19 @@ class _Planner:
         """The candidate with what the slowest rank takes."""
         return candidate._replace(seconds=simulate(self.schedule(candidate), self.machine, spans=False).makespan_s)
 
-    def explore(self, family: Sequence[Candidate], search: _Search, compute_s: float) -> None:
-        """Simulates more and more parts, as long as more could be taken.
+    def explore(self, family: Sequence[Candidate], search: _Search, least: Callable[[int], float]) -> None:
+        """Simulates more and more parts, as long as more could be taken; ``least`` seconds are needed for so many.
 
         Each part more costs a message and a kernel call, so after one that is clearly worse than one before it none is
         better. And twice as many save half of what the last ones saved: what the last two numbers of parts differ by
         is the most that all larger ones can save.
         """
-        direct, on = self.schedule(_DIRECT), self.machine
-        floors = [least_seconds_in_parts(direct, on, each.splits, compute_s) for each in family]
+        on = self.machine
         # where small transfers were measured to go at a rate of their own, no number of parts tells of another
         steady = not any(link.sizes for link in (on.link, *on.links, *([on.uplink] if on.uplink else [])))
         seconds: list[float] = []
         for at, each in enumerate(family):
-            floor_s = min(floors[at:])
+            floor_s = min(least(more.splits) for more in family[at:])
             earlier = [other.seconds for other in search.found if other[1:4:2] == each[1:4:2]]  # pattern and nodes
             if steady and len(earlier) > 1:
                 floor_s = max(floor_s, 2 * earlier[-1] - earlier[-2])

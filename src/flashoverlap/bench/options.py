@@ -141,8 +141,12 @@ class Options:
     @property
     def link_bytes_per_s(self) -> int | None:
         """The link's nominal rate; None on loopback."""
-        link = Link.parse(self.link)
-        return None if link is None else link.bytes_per_s
+        return _bytes_per_s(self.link)
+
+    @property
+    def uplink_bytes_per_s(self) -> int | None:
+        """That of the link between nodes; None where there is one node."""
+        return _bytes_per_s(self.uplink)
 
     @property
     def ideal_bytes(self) -> int:
@@ -162,6 +166,11 @@ class Options:
         for name in ("modes", "peers"):
             fields[name] = tuple(fields[name])
         return Options(**{**fields, "shape": shape(**fields["shape"])})
+
+
+def _bytes_per_s(rate: str | None) -> int | None:
+    link = Link.parse(rate)
+    return None if link is None else link.bytes_per_s
 
 
 def _check_known(option: str, values: tuple[str, ...], known: tuple[str, ...]) -> None:

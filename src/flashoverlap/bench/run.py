@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..lab import Link
 from ..trace import Span, Trace
 from .options import Options
 from .peers import missing
@@ -55,13 +54,7 @@ def run(options: Options, timeout_s: float | None = None) -> Outcome:
         ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     summary = summarize([[Part(**part) for part in rank["parts"]] for rank in ranks])
     trace = _trace(ranks, summary.best.get("flash")) if options.trace else None
-    return Outcome(as_json(options, summary.rows) | _nodes(options), summary.complaints, list(absent.values()), trace)
-
-
-def _nodes(options: Options) -> dict[str, Any]:
-    """What a result says of nodes, where there are several."""
-    uplink = Link.parse(options.uplink)
-    return {} if uplink is None else {"nodes": options.ranks_of_nodes, "uplink_bytes_per_s": uplink.bytes_per_s}
+    return Outcome(as_json(options, summary.rows), summary.complaints, list(absent.values()), trace)
 
 
 def _trace(ranks: Sequence[dict[str, Any]], candidate: int | None) -> Trace | None:

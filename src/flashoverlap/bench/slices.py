@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..patterns import split_sizes
+from ..torch.functional.shares import tensor_split
 from .all_to_all import AllToAll, Waits
 from .contestant import Contestant
 
@@ -29,9 +30,7 @@ class SliceOfHeads(NamedTuple):
 
 def cut(whole: range, parts: int) -> list[range]:
     """Nearly equal parts of a range, one after another; none of no parts."""
-    sizes = split_sizes(len(whole), parts) if parts else []
-    stops = accumulate(sizes, initial=whole.start)
-    return [range(start, start + size) for start, size in zip(stops, sizes, strict=False)]
+    return [whole[part.start : part.stop] for part in tensor_split(len(whole), parts)] if parts else []
 
 
 def slices_of_heads(kv_heads: range, readers: int, count: int) -> list[SliceOfHeads]:
@@ -60,12 +59,13 @@ class Sliced(Contestant):
     Args:
         case: whose leaves are used.
         group: the process group.
-        count: slices.
+        count: slices; no more are made than the shape has.
         what: is cut, in the plural.
     """
 
     def __init__(self, case: Any, group: Any, count: int, what: str) -> None:
         self.leaves = case.leaves
+        count = min(count, case.shape.most_slices(case.world_size))
         self.detail = f"{count} {'slices' if count > 1 else 'slice'} of {what}"
         self._case, self._group, self._count = case, group, count
         self._rows = split_sizes(case.shape.seq, case.world_size)
@@ -111,8 +111,8 @@ class SlicedUlysses(Sliced):
     def __init__(self, case: Any, group: Any, count: int) -> None:
         shape = case.shape
         readers = shape.heads // shape.kv_heads
-        count = min(count, readers * max(map(len, case.kv_heads)))
         super().__init__(case, group, count, "heads")
+        count = self._count
         slices = [slices_of_heads(kv_heads, readers, count) for kv_heads in case.kv_heads]
         # by slice and rank, the features of the heads that attend, and of those that come with them
         self._queries = [[len(one.heads) * shape.head_dim for one in ranks] for ranks in zip(*slices, strict=True)]
@@ -190,9 +190,8 @@ class SlicedSequences(Sliced):
     """
 
     def __init__(self, case: Any, group: Any, count: int) -> None:
-        count = min(count, case.shape.batch)
         super().__init__(case, group, count, "sequences")
-        self._sequences = split_sizes(case.shape.batch, count)
+        self._sequences = split_sizes(case.shape.batch, self._count)
 
     def forward(self) -> torch.Tensor:
         """Own rows of the output."""

@@ -165,7 +165,8 @@ def _compare(rows: Iterable[Row]) -> None:
 def as_json(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
     """The result file, schema 1."""
     compute = next(row for row in rows if row.mode == "compute").seconds
-    rate = options.link_bytes_per_s
+    rate, uplink = options.link_bytes_per_s, options.uplink_bytes_per_s
+    nodes = {} if uplink is None else {"nodes": options.ranks_of_nodes, "uplink_bytes_per_s": uplink}
     bound = None
     if rate is not None and compute is not None and options.nodes == 1:  # what leaves a node depends on its way
         bound = max(compute, options.ideal_bytes / rate)
@@ -179,4 +180,5 @@ def as_json(options: Options, rows: Sequence[Row]) -> dict[str, Any]:
         "shape": asdict(options.shape),  # pyright: ignore[reportArgumentType]
         "bound_seconds": bound,
         "rows": [asdict(row) for row in rows],
+        **nodes,
     }

@@ -11,11 +11,12 @@ import flashoverlap.torch as fo
 
 from ..overlap import Overlap
 from ..patterns import split_sizes
+from ..torch.functional.shares import features_of, tensor_split
 from .case import Case
 from .contestant import Contestant, Ours
 from .dense_attention import attended
 from .shapes import UlyssesShape
-from .slices import SlicedUlysses, cut
+from .slices import SlicedUlysses
 
 WEIGHTS = ("wq", "wk", "wv", "wo")
 
@@ -37,7 +38,7 @@ class Ulysses(Case):
         self.shape, self.dtype, self.rank, self.world_size = shape, dtype, rank, world_size
         self.full, self._full_grad = _values(shape, dtype)
         rows = split_sizes(shape.seq, world_size)
-        self.kv_heads = cut(range(shape.kv_heads), world_size)
+        self.kv_heads = tensor_split(shape.kv_heads, world_size)
         self._rows = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
         parts = {**self.full, "x": self.full["x"][:, self._rows]}
         self.leaves = {name: part.clone().requires_grad_() for name, part in parts.items()}
@@ -61,8 +62,7 @@ class Ulysses(Case):
 
     def _shares(self, readers: int) -> list[range]:
         """By rank, the features of so many heads for each of its key and value heads."""
-        each = readers * self.shape.head_dim
-        return [range(own.start * each, own.stop * each) for own in self.kv_heads]
+        return [features_of(own, readers * self.shape.head_dim) for own in self.kv_heads]
 
     def by_head(self, rows: torch.Tensor) -> torch.Tensor:
         """``[B, rows, heads * D]`` as ``[B, heads, rows, D]``."""

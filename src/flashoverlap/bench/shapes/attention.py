@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...patterns import split_sizes
-from .shape import Shape, at_most, busiest_rows, check_multiple, check_positive, first_uneven, size
+from .shape import Shape, busiest_rows, check_multiple, check_positive, first_uneven, size
 
 COMPARED = ("row",)
 
@@ -34,9 +34,9 @@ class UlyssesShape(Shape):
         """Features of a head."""
         return self.hidden // self.heads
 
-    def slices_on(self, ranks: int) -> tuple[int | None, ...]:
-        """Slices of the heads that a rank has."""
-        return at_most(self.slices, self.heads // self.kv_heads * max(split_sizes(self.kv_heads, ranks)))
+    def most_slices(self, ranks: int) -> int | None:
+        """The heads that a rank has."""
+        return self.heads // self.kv_heads * max(split_sizes(self.kv_heads, ranks))
 
     def check(self, ranks: int) -> None:
         """Raises ValueError for sizes below one and for heads or rows that cannot be shared out."""
@@ -94,9 +94,9 @@ class AttentionShape(UlyssesShape):
         """Those that are compared."""
         return (self.compare,) if self.compare else ()
 
-    def slices_on(self, ranks: int) -> tuple[int | None, ...]:
-        """Slices of the sequences, or of the rows of one."""
-        return at_most(self.slices, self.batch) if self.batch > 1 else self.slices
+    def most_slices(self, ranks: int) -> int | None:
+        """The sequences, where there are several; of one, rows are sliced."""
+        return self.batch if self.batch > 1 else None
 
     def check(self, ranks: int) -> None:
         """Raises ValueError for sizes below one and for too few heads."""

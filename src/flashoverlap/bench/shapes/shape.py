@@ -47,9 +47,16 @@ class Shape:
         """None, unless a shape says otherwise."""
         return ()
 
+    def most_slices(self, ranks: int) -> int | None:
+        """How many slices there can be on so many ranks; None where a call knows best."""
+        return None
+
     def slices_on(self, ranks: int) -> tuple[int | None, ...]:
-        """Of ``slices``, those that differ on so many ranks."""
-        return self.slices
+        """``slices``, those beyond the most counting as that many."""
+        most = self.most_slices(ranks)
+        if most is None:
+            return self.slices
+        return tuple(dict.fromkeys(min(count, most) for count in self.slices if count is not None))
 
     def check(self, ranks: int) -> None:
         """Raises ValueError, with the option and its value, for sizes that mean nothing or cannot be shared out."""
@@ -75,11 +82,6 @@ class Shape:
 def option(shape: Any, name: str) -> str:
     """A size as it was given on the command line."""
     return f"--{name.replace('_', '-')} {getattr(shape, name)}"
-
-
-def at_most(slices: Iterable[int | None], most: int) -> tuple[int, ...]:
-    """Numbers of slices of what can be cut into so many; larger ones are that many."""
-    return tuple(dict.fromkeys(min(count, most) for count in slices if count is not None))
 
 
 def check_positive(shape: Any, names: Iterable[str]) -> None:
