@@ -2,11 +2,12 @@
 
     python benchmarks/prediction.py [--quick] [--cases mlp,block] [--repeats 5] [--json prediction.json]
 
-For each point of the grid two ranks calibrate, and then run the workload of `flashoverlap bench` in every mode,
-values checked, in interleaved rounds. The prediction of a step is the sum of what the plans of its calls say, of the
-message by which ranks agree on each call, which is timed beforehand, and of what is in no call (norms, rotations,
-autograd), which is taken from the same step with nothing moved; for `mlp` that is next to nothing. Its error is
-|predicted - measured| / measured, of the median step of the slowest rank.
+For each point of the grid two ranks run the workload of `flashoverlap bench` in every mode, values checked, in
+interleaved rounds, and calibrate before each third of the rounds, since a machine that others use is not the same for
+long. The prediction of a step is the sum of what the plans of its calls say, of the message by which ranks agree on
+each call, which is timed beforehand, and of what is in no call (norms, rotations, autograd), which is taken from the
+same step with nothing moved; for `mlp` that is next to nothing. Its error is |predicted - measured| / measured, of the
+median step of the slowest rank and the median prediction.
 
     auto against best    how much longer `auto` takes than the best of the modes and splits that a hand could pick
 
@@ -22,7 +23,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -36,6 +37,8 @@ from flashoverlap.lab import Lab
 
 LINKS, QUICK_LINKS = ("200mbit", "1gbit", "4gbit"), ("200mbit", "1gbit")
 SIZES, QUICK_SIZES = (256, 1024, 4096, 8192), (256, 2048)
+SHORT_ROWS = 8192  # in all rounds together: steps of few rows vary more
+CALIBRATIONS = 3
 CASES = {
     "mlp": lambda seq: MlpShape(seq, 512, 2048),
     "block": lambda seq: BlockShape(seq, 512, 8, 4, 1408),
@@ -57,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small grid: one workload, two sizes, two links")
     parser.add_argument("--cases", help=f"some of {','.join(CASES)}; with --quick mlp unless given")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6, help="rounds, if they are long; short ones are more")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -91,7 +94,8 @@ def grid(names: Sequence[str], quick: bool, repeats: int) -> Iterator[Options]:
         for seq in QUICK_SIZES if quick else SIZES:
             for link in QUICK_LINKS if quick else LINKS:
                 for phase in ("forward",) if quick else ("forward", "train"):
-                    yield Options(CASES[name](seq), 2, link, modes_of(name), (), phase, repeats=repeats, splits="best")
+                    rounds = max(repeats, SHORT_ROWS // seq)
+                    yield Options(CASES[name](seq), 2, link, modes_of(name), (), phase, repeats=rounds, splits="best")
 
 
 def modes_of(case: str) -> tuple[str, ...]:
@@ -152,13 +156,15 @@ def summary(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def agreement(group: Any) -> float:
-    """Seconds that the message takes by which all ranks agree on a call: the median of some. Collective."""
+def agreement(group: Any, barrier: Callable[[], object]) -> float:
+    """Seconds that the message takes by which all ranks agree on a call, after a barrier as all that is timed here:
+    the median of some. Collective."""
     from flashoverlap.torch.transport import transport_of
     from flashoverlap.torch.wire import gathered
 
     transport, times = transport_of(group), []
     for _ in range(51):
+        barrier()
         start_s = time.perf_counter()
         gathered(transport, [])
         times.append(time.perf_counter() - start_s)
@@ -166,7 +172,7 @@ def agreement(group: Any) -> float:
 
 
 def measure(folder: Path) -> None:
-    """One rank: calibrates, and runs the workload as the bench does."""
+    """One rank: runs the workload as the bench does, and calibrates now and then."""
     import torch
     import torch.distributed as dist
 
@@ -174,30 +180,45 @@ def measure(folder: Path) -> None:
     from flashoverlap.bench.measure import Bench
 
     class Predicting(Bench):
-        """Keeps what the report says of each candidate's last step."""
+        """Keeps what the report says of each candidate's steps beside their time."""
 
-        predicted: dict[int, Predicted] = {}  # noqa: RUF012 - there is one bench in this process
+        predicted: dict[int, list[Predicted]] = {}  # noqa: RUF012 - there is one bench in this process
+        agreement_s = 0.0
+
+        def _round(self, visit: Callable[[int], None], first: int) -> None:
+            every = -(-self._options.repeats // CALIBRATIONS)
+            if visit == self._timed and first % every == 0:
+                fo.calibrate(self._group, folder=folder / f"machines{rank}", anew=True)
+                self.agreement_s = agreement(self._group, self._barrier)
+            super()._round(visit, first)
 
         def _timed(self, index: int) -> None:
             super()._timed(index)
             records = fo.report().records
             plans = [record.predicted_s for record in records if record.predicted_s is not None]
             planned = bool(plans) and len(plans) == len(records)
-            seconds = sum(plan + agreement_s for plan in plans) if planned else None
-            self.predicted[index] = Predicted(seconds, sum(record.seconds for record in records))
+            seconds = sum(plan + self.agreement_s for plan in plans) if planned else None
+            said = Predicted(seconds, sum(record.seconds for record in records))
+            self.predicted.setdefault(index, []).append(said)
 
     options = Options.from_json((folder / "options.json").read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     control, rank = dist.new_group(backend="gloo"), dist.get_rank()
     fo.calibrate(dist.group.WORLD, folder=folder / f"machines{rank}", anew=True)
-    agreement_s = agreement(dist.group.WORLD)
     bench = Predicting(options, candidates(options), dist.group.WORLD, lambda: dist.barrier(group=control))
     parts = [asdict(part) for part in bench.run()]
-    predicted = [bench.predicted[index] for index in range(len(parts))]
+    predicted = [typical(bench.predicted[index][-options.repeats :]) for index in range(len(parts))]
     (folder / f"rank{rank}.json").write_text(json.dumps({"parts": parts, "predicted": predicted}), encoding="utf-8")
     dist.barrier(group=control)
     dist.destroy_process_group()
+
+
+def typical(said: Sequence[Predicted]) -> Predicted:
+    """The medians of what was said of several steps; nothing of one that was not planned every time."""
+    planned = [each.seconds for each in said if each.seconds is not None]
+    seconds = median(planned) if len(planned) == len(said) else None
+    return Predicted(seconds, median(each.in_calls_s for each in said))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from flashoverlap import Link, Machine, choice, machine_file
 from flashoverlap.cli import app
 from flashoverlap.lab import lab_unavailable
 from flashoverlap.matmul import Matmul
-from flashoverlap.torch import look, machine_cache, measured, planned, wire, work
+from flashoverlap.torch import look, machine_cache, measured, planned, steps, wire, work
 from flashoverlap.torch.transport import Silent, transport_of
 from flashoverlap.torch.wire import Partners, between, gathered, inside
 from ranks import outcomes, run_ranks
@@ -34,6 +35,12 @@ def quick(monkeypatch):
     monkeypatch.setattr(work, "_OUTER", (32,))
     monkeypatch.setattr(work, "_LEAST_S", 1e-5)
     monkeypatch.setattr(work, "_ADDED_BYTES", 1 << 16)
+    monkeypatch.setattr(work, "_ACTIVATED_BYTES", 1 << 10)
+    monkeypatch.setattr(work, "_QUERIES", 8)
+    monkeypatch.setattr(work, "_KEYS", 16)
+    monkeypatch.setattr(steps, "_ROUNDS", 3)
+    monkeypatch.setattr(steps, "_LONG_ROUNDS", 2)
+    monkeypatch.setattr(measured, "_SHORT", (2, 16, 16))
     monkeypatch.setattr(measured, "SHAPE", (8, 64, 64))
     monkeypatch.setattr(calibrating, "SHAPE", (8, 64, 64))
 
@@ -153,6 +160,36 @@ def test_a_burst_is_told_from_a_rate(quick, monkeypatch):
 def test_the_best_shape_is_the_peak():
     seconds = {(1, 1, 1): 1.0, (1, 10, 10): 3.0, (10, 10, 10): 11.0}
     assert work.matmul_of(seconds, 1e9) == Matmul(200.0, 1.0, 1e9, ((1, 10, 10, 0.5), (10, 10, 10, 1.0)))
+
+
+def test_attention_is_so_many_times_slower_than_its_matmuls():
+    matmul = Matmul(1e9)
+    pairs = 2 * 64 * 512 * 1024  # of 2 heads of 64 features
+    forward_s, backward_s = 3 * 4 * pairs / 1e9, 5 * 10 * pairs / 1e9
+    found = work.with_attention(matmul, (forward_s, backward_s, 2 * forward_s * 0.75), 4)
+    assert found.attention == pytest.approx((3.0, 5.0))
+    assert found.keys_at_once == 512  # blocks of which three in four are left of 1024 x 1024
+    assert work.with_attention(matmul, (1.0, 1.0, 1.0), 4).keys_at_once == 0  # all is spared that can be
+    assert work.with_attention(matmul, (1.0, 1.0, 2.1), 4).keys_at_once == 1024  # nothing is
+
+
+def test_calls_take_turns():
+    order = []
+    seconds = work.Stopwatch(torch.device("cpu")).seconds_of_each([lambda: order.append(0), lambda: order.append(1)])
+    assert len(seconds) == 2
+    assert order[:2] == [0, 1]
+    assert sum(first != second for first, second in pairwise(order[2:])) == 2 * work._TURNS - 1
+
+
+def test_what_matmuls_lose_to_messages_beside_them_is_what_posting_costs(monkeypatch):
+    monkeypatch.setattr(
+        steps, "_seconds", lambda schedule, transport, *_: 0.0 if isinstance(transport, Silent) else 8e-3
+    )
+
+    class Other:
+        rank, world_size = 0, 2
+
+    assert steps.steps_of(Other(), torch.device("cpu"), 0.0, int).post_s == pytest.approx(1e-3)
 
 
 def test_random_numbers_of_the_caller_stay_as_they_are(quick, tmp_path):

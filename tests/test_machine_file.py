@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 
 from flashoverlap import Kernel, Link, Machine
 from flashoverlap.machine_file import VERSION, read, write
-from flashoverlap.matmul import Matmul, Product
+from flashoverlap.matmul import Attention, Matmul, Product
 
-MATMUL = Matmul(1.25e11, 2e-6, 1e10, ((8, 256, 256, 0.1), (512, 256, 256, 0.9)))
+MATMUL = Matmul(1.25e11, 2e-6, 1e10, ((8, 256, 256, 0.1), (512, 256, 256, 0.9)), 3e-10, (1.25, 1.5), 512)
 MACHINE = Machine(
     Link(1.1e-4, 1.19e8, ((1024, 1e-4), (1 << 20, 8.9e-3)), 200_000),
-    {"mm": Kernel(1e-6, 1 / 3, (Product(MATMUL, 512, 256, 2, True),)), "down": Kernel()},
+    {
+        "mm": Kernel(1e-6, 1 / 3, (Product(MATMUL, 512, 256, 2, True),)),
+        "down": Kernel(attention=Attention(MATMUL, 256, 512, True)),
+    },
     add=Kernel(0.0, 0.1),
     contention=0.03,
     issue_s=2e-5,
@@ -77,8 +80,8 @@ def changed(change):
         (lambda _: "", "Expecting value"),
         (lambda _: "[1, 2]", "it is none of a machine"),
         (lambda _: '{"schema": 1}', "it is none of a machine"),
-        (changed(lambda c: c.update(version=1)), "it has version 1, and 2 can be read"),
-        (changed(lambda c: c.pop("version")), "it has version None, and 2 can be read"),
+        (changed(lambda c: c.update(version=1)), "it has version 1, and 3 can be read"),
+        (changed(lambda c: c.pop("version")), "it has version None, and 3 can be read"),
         (changed(lambda c: c.pop("machine")), "machine cannot be None"),
         (changed(lambda c: c["machine"].pop("link")), "machine lacks link"),
         (changed(lambda c: c["machine"].update(colour=1)), "machine has colour, which is not known"),
@@ -101,16 +104,19 @@ def test_a_broken_file_says_what_is_wrong(path, text, message):
 
 
 def test_a_new_number_of_a_machine_is_a_new_version():
-    """Of what version 2 holds; whoever changes it raises VERSION, and names here what the new one holds."""
-    numbers = {kind: [field.name for field in fields(kind)] for kind in (Machine, Link, Kernel, Matmul, Product)}
+    """Of what version 3 holds; whoever changes it raises VERSION, and names here what the new one holds."""
+    numbers = {
+        kind: [field.name for field in fields(kind)] for kind in (Machine, Link, Kernel, Matmul, Product, Attention)
+    }
     assert (VERSION, numbers) == (
-        2,
+        3,
         {
             Machine: ["link", "kernels", "add", "ports", "contention", "issue_s", "post_s", "notice_s", "collective_efficiency", "matmul", "nodes", "uplink", "links"],
             Link: ["latency_s", "bytes_per_s", "sizes", "burst_bytes"],
-            Kernel: ["fixed_s", "seconds_per_row", "products"],
-            Matmul: ["flops_per_s", "fixed_s", "memory_bytes_per_s", "efficiency"],
+            Kernel: ["fixed_s", "seconds_per_row", "products", "attention"],
+            Matmul: ["flops_per_s", "fixed_s", "memory_bytes_per_s", "efficiency", "activation_s", "attention", "keys_at_once"],
             Product: ["matmul", "k", "n", "itemsize", "summed"],
+            Attention: ["matmul", "features", "keys", "causal", "backward", "itemsize"],
         },
     )  # fmt: skip
 

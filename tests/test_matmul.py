@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashoverlap.matmul import Matmul, Product
+from flashoverlap.matmul import Attention, Matmul, Product
 
 GRID = tuple(
     (m, k, n, 0.1 * (1 + i + 2 * j + 3 * p))
@@ -51,6 +51,8 @@ def test_lists_are_taken_and_frozen():
         ({"flops_per_s": 0}, "flops_per_s must be a number above 0"),
         ({"fixed_s": -1.0}, "fixed_s must be"),
         ({"memory_bytes_per_s": math.nan}, "memory_bytes_per_s"),
+        ({"activation_s": -1e-9}, "activation_s must be"),
+        ({"attention": (1.0, 0.0)}, "attention must be a number above 0"),
         ({"efficiency": ((1, 2, 3),)}, r"a point of efficiency is \(m, k, n, share\)"),
         ({"efficiency": ((1, 2, 3, 0.0),)}, "a share of efficiency must be a number above 0"),
         ({"efficiency": GRID[:-1]}, "one point for each combination of its sizes, 2 x 2 x 2, not 7"),
@@ -66,3 +68,20 @@ def test_a_product_takes_its_rows_as_m_or_sums_over_them():
     matmul = Matmul(1e9, memory_bytes_per_s=1e7)
     assert Product(matmul, 30, 40).seconds(20) == matmul.seconds(20, 30, 40)
     assert Product(matmul, 30, 40, itemsize=2, summed=True).seconds(20) == matmul.seconds(30, 20, 40, 2)
+
+
+def test_attention_is_its_matmuls_and_some():
+    matmul = Matmul(1e9, attention=(1.5, 2.0))
+    pairs = 20 * 30 * 40
+    assert Attention(matmul, 30, 40).seconds(20) == pytest.approx(1.5 * 2 * 2 * pairs / 1e9)
+    assert Attention(matmul, 30, 40, backward=True).seconds(20) == pytest.approx(2.0 * 5 * 2 * pairs / 1e9)
+
+
+def test_a_causal_mask_spares_whole_blocks_of_keys():
+    """Of 1024 keys in blocks of 512 three quarters are met by 512 queries or more at a time, fewer by fewer."""
+    whole, blocks = Matmul(1e9), Matmul(1e9, keys_at_once=512)
+    full_s = Attention(whole, 64, 1024).seconds(512)
+    assert Attention(whole, 64, 1024, causal=True).seconds(512) == pytest.approx(full_s / 2)
+    assert Attention(blocks, 64, 1024, causal=True).seconds(512) == pytest.approx(full_s * 0.75)
+    assert Attention(blocks, 64, 1024, causal=True).seconds(256) == pytest.approx(full_s / 2 * 0.625)
+    assert Attention(blocks, 64, 100, causal=True).seconds(100) == Attention(blocks, 64, 100).seconds(100)

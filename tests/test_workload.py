@@ -99,6 +99,27 @@ def test_kernels_of_the_machine_hold_before_matmuls_and_additions_touch_memory()
     assert workload("mlp", MLP, 2).on(kept, M, 2).add == Kernel(1.0)
 
 
+def test_activations_and_attention_cost_what_the_device_takes_for_them():
+    slow = Machine(Link(0.0, 1.0), matmul=Matmul(1e30, activation_s=1.0))
+    mlp = workload("mlp", MLP, 2).on(slow, M, 4)
+    assert mlp.kernel("up").seconds(M) == pytest.approx(F * M)
+    assert mlp.kernel("down").seconds(M) == pytest.approx(0.0)
+    assert workload("mlp backward", MLP, 2).on(slow, M, 4).kernel("down").seconds(M) == pytest.approx(2 * F * M)
+    sizes = {"heads": 2, "head_dim": 8, "keys": 64, "causal": 1, "out": N}
+    for phase, op, kernel in (
+        ("", "attention_reduce_scatter", "mm"),
+        (" backward", "attention_all_to_all", "attend_backward"),
+    ):
+        given = {name: size for name, size in sizes.items() if name != "out" or "scatter" in op}
+        seconds = [
+            workload(op + phase, given, 2).on(Machine(Link(0.0, 1.0), matmul=matmul), M, 4).kernel(kernel).seconds(M)
+            for matmul in (Matmul(1.0), Matmul(1.0, attention=(2.0, 3.0)), Matmul(1.0, keys_at_once=64))
+        ]
+        met, more = 2 * M * 16 * 64 / 2 * (5 if phase else 2), 2 * M * 16 * min(M, 64) / 2 * (5 if phase else 2)
+        assert seconds[1] - seconds[0] == pytest.approx(met * (2 if phase else 1))
+        assert seconds[2] - seconds[0] == pytest.approx(more)
+
+
 @pytest.mark.parametrize(
     ("op", "sizes", "message"),
     [

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from .matmul import Matmul, Product, check_number
+from .matmul import Attention, Matmul, Product, check_number
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Kernel:
     fixed_s: float = 0.0
     seconds_per_row: float = 0.0
     products: tuple[Product, ...] = ()
+    attention: Attention | None = None
 
     def __post_init__(self) -> None:
         check_number("fixed_s", self.fixed_s)
@@ -34,6 +35,8 @@ class Kernel:
     def seconds(self, rows: int) -> float:
         """Seconds of one call on ``rows`` rows."""
         seconds = self.fixed_s + rows * self.seconds_per_row
+        if self.attention is not None:
+            seconds += self.attention.seconds(rows)
         return seconds + sum(product.seconds(rows) for product in self.products) if self.products else seconds
 
 

@@ -16,7 +16,7 @@ from .machine import Machine
 
 # [Note: version of a file] Raised whenever a machine has got a new number, even one with a default: a file without it
 # says nothing of what it stands for, and would be read as if that had been measured to cost nothing.
-FORMAT, VERSION = "flashoverlap machine", 2
+FORMAT, VERSION = "flashoverlap machine", 3
 
 
 def write(path: Path, machine: Machine, about: Mapping[str, Any]) -> None:

@@ -29,6 +29,9 @@ class Matmul:
         efficiency: ``(m, k, n, share of the peak)`` at the points of a grid: every combination of its sizes, once. In
             between the share is interpolated linearly in the logarithms of m, k and n; outside it is that of the
             nearest edge. One point is the same share everywhere, none the whole peak.
+        activation_s: what an activation function costs for each value, beside reading and writing it.
+        attention: how many times as long as its matmuls alone attention takes, forward and backward.
+        keys_at_once: keys that attention works on at once: a causal mask spares it whole blocks of them only.
 
     Raises:
         ValueError: a number is out of its range, or the points are no whole grid.
@@ -38,10 +41,16 @@ class Matmul:
     fixed_s: float = 0.0
     memory_bytes_per_s: float = math.inf
     efficiency: tuple[tuple[float, float, float, float], ...] = ()
+    activation_s: float = 0.0
+    attention: tuple[float, float] = (1.0, 1.0)
+    keys_at_once: int = 0
 
     def __post_init__(self) -> None:
         check_number("flops_per_s", self.flops_per_s, positive=True)
-        check_number("fixed_s", self.fixed_s)
+        for name in ("fixed_s", "activation_s", "keys_at_once"):
+            check_number(name, getattr(self, name))
+        for slowness in self.attention:
+            check_number("attention", slowness, positive=True)
         check_number("memory_bytes_per_s", self.memory_bytes_per_s, positive=True, infinite=True)
         object.__setattr__(self, "efficiency", tuple(tuple(point) for point in self.efficiency))
         for point in self.efficiency:
@@ -74,7 +83,7 @@ class Matmul:
             for corner in product(*ends)
         )
 
-    def seconds(self, m: int, k: int, n: int, itemsize: int = 4) -> float:
+    def seconds(self, m: float, k: float, n: float, itemsize: int = 4) -> float:
         """Seconds of one call on elements of ``itemsize`` bytes; an empty one costs ``fixed_s``."""
         if not (m and k and n):
             return self.fixed_s
@@ -103,6 +112,7 @@ class Product:
         n: features of a result's row.
         itemsize: bytes of an element.
         summed: the rows are summed over instead, as in a weight gradient: ``[k, rows] x [rows, n]``.
+        turned: the rows are those of a weight, as where pieces are cut along features: ``[n, k] x [k, rows]``.
     """
 
     matmul: Matmul
@@ -110,8 +120,39 @@ class Product:
     n: int
     itemsize: int = 4
     summed: bool = False
+    turned: bool = False
 
     def seconds(self, rows: int) -> float:
         """Seconds of one call on ``rows`` rows."""
         shape = (self.k, rows, self.n) if self.summed else (rows, self.k, self.n)
+        if self.turned:
+            shape = shape[::-1]
         return self.matmul.seconds(*shape, self.itemsize)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention inside a kernel, which reads the rows of some queries; those that it reads lie one after another.
+
+    Args:
+        matmul: what the device needs for it.
+        features: of a query's row, all heads together.
+        keys: of the sequence.
+        causal: a query meets the keys up to its own, half of all on average.
+        backward: its gradients: five matmuls in place of two.
+        itemsize: bytes of an element.
+    """
+
+    matmul: Matmul
+    features: int
+    keys: int
+    causal: bool = False
+    backward: bool = False
+    itemsize: int = 4
+
+    def seconds(self, rows: int) -> float:
+        """Seconds of one call on ``rows`` queries."""
+        met = self.keys / 2 + min(rows, self.matmul.keys_at_once, self.keys) / 2 if self.causal else self.keys
+        to_keys, from_keys = (rows, self.features, met), (rows, met, self.features)
+        shapes = [to_keys] * 5 if self.backward else [to_keys, from_keys]
+        return self.matmul.attention[self.backward] * sum(self.matmul.seconds(*each, self.itemsize) for each in shapes)

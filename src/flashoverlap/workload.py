@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from .flow import flow_of, of_tensor
 from .machine import Kernel, Machine
-from .matmul import Product
+from .matmul import Attention, Product
 
 # The flows of an operator, forward and backward.
 OPERATORS: Mapping[str, tuple[str, str]] = {
@@ -51,11 +51,28 @@ OPERATORS: Mapping[str, tuple[str, str]] = {
 
 
 class Step(NamedTuple):
-    """One matmul of a kernel: its rows times ``[k, n]``; ``summed``: over the rows."""
+    """One matmul of a kernel: its rows times ``[k, n]``; summed over the rows; or, turned, ``[n, k]`` times them."""
 
     k: int
     n: int
     summed: bool = False
+    turned: bool = False
+
+
+class Heads(NamedTuple):
+    """Attention of a kernel's rows to ``keys``, with ``features`` of all heads of a rank."""
+
+    features: int
+    keys: int
+    causal: bool = False
+    backward: bool = False
+
+
+class Values(NamedTuple):
+    """What a kernel does for each row beside matmuls: values read and written, and activation functions."""
+
+    touched: int = 0
+    activations: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,15 +82,15 @@ class Workload:
     Args:
         flow: its flow, with outputs left out by ``-letter``.
         widths: features of a row by letter of the piece.
-        kernels: matmuls of each kernel.
-        touched: values that each kernel reads and writes for each row beside its matmuls.
+        kernels: matmuls of each kernel, and its attention.
+        values: what else each kernel does.
         tensors: how many move side by side.
     """
 
     flow: str
     widths: Mapping[str, int]
-    kernels: Mapping[str, Sequence[Step]]
-    touched: Mapping[str, int]
+    kernels: Mapping[str, Sequence[Step | Heads]]
+    values: Mapping[str, Values]
     tensors: int = 1
 
     def row_bytes(self, itemsize: int, travels: int) -> dict[str, int]:
@@ -97,8 +114,13 @@ class Workload:
         blind = {w.kernel for w in flow.wgrads if not w.reads}  # reads what no schedule names: all rows
         made: dict[str, Kernel] = {}
         for name, steps in self.kernels.items():
-            products = tuple(Product(matmul, step.k, step.n, itemsize, step.summed) for step in steps)
-            kernel = Kernel(0.0, self.touched.get(name, 0) * itemsize / matmul.memory_bytes_per_s, products)
+            products = tuple(
+                Product(matmul, *step[:2], itemsize, *step[2:]) for step in steps if isinstance(step, Step)
+            )
+            attention = [Attention(matmul, *step, itemsize) for step in steps if isinstance(step, Heads)]
+            touched, activations = self.values.get(name, Values())
+            row_s = touched * itemsize / matmul.memory_bytes_per_s + activations * matmul.activation_s
+            kernel = Kernel(0.0, row_s, products, *attention)
             made[name] = Kernel(kernel.seconds(rows)) if name in blind else kernel
         add = machine.add
         if add == Kernel():
@@ -115,9 +137,28 @@ def workload(op: str, sizes: Mapping[str, int | Sequence[int]], ranks: int) -> W
     flow = _flow(op)
     base = flow.partition("-")[0]
     given = _Sizes(op, sizes)
-    widths, kernels, touched = _PARTS[base](given, ranks)
+    widths, kernels, values = _PARTS[base](given, ranks)
     given.check_all_taken()
-    return Workload(flow, widths, kernels, touched, given.tensors)
+    return Workload(flow, widths, kernels, values, given.tensors)
+
+
+def along_features(op: str, sizes: Mapping[str, int | Sequence[int]], rows: int) -> tuple[int, Workload] | None:
+    """The same call with pieces cut along the features of its sum, which are counted: "rows" are then those of the
+    weight, or of its transpose, each ``rows`` values wide. None where what is summed is no product, or not gathered.
+    """
+    flow = _flow(op)
+    base, given = flow.partition("-")[0], _Sizes(op, sizes)
+    if flow_of(flow).reduce != "all_reduce" or not given.has("out") or given.has("keys"):
+        return None
+    k, outs, turns = given("features"), given.each("out"), {"mm": Values(2 * rows)}  # the sum is turned at the end
+    if base == "all_reduce":
+        return sum(outs), Workload(flow, {"h": k, "p": rows, "z": rows}, {"mm": [_turned(k, rows)]}, turns)
+    kernels = {"mm": [_turned(n, rows) for n in outs], "wgrad": [_turned(rows, n) for n in outs]}
+    return k, Workload(flow, {"h": sum(outs), "p": rows, "z": rows}, kernels, turns)
+
+
+def _turned(k: int, n: int) -> Step:
+    return Step(k, n, turned=True)
 
 
 def _flow(op: str) -> str:
@@ -166,7 +207,7 @@ class _Sizes:
             raise ValueError(f"{self._op}: unknown sizes {sorted(unknown)}; it takes {sorted(self._taken)}")
 
 
-_Parts = tuple[Mapping[str, int], Mapping[str, Sequence[Step]], Mapping[str, int]]
+_Parts = tuple[Mapping[str, int], Mapping[str, Sequence[Step | Heads]], Mapping[str, Values]]
 
 
 def _column(sizes: _Sizes, ranks: int) -> _Parts:
@@ -182,16 +223,15 @@ def _column_backward(sizes: _Sizes, ranks: int) -> _Parts:
     return {"h": sum(outs), "p": k, "z": k, "g": k}, kernels, {}
 
 
-def _attends(sizes: _Sizes) -> tuple[int, int]:
-    """Features of all heads of a rank, and keys that a query meets on average."""
-    keys = sizes("keys")
-    return sizes("heads") * sizes("head_dim"), -(-keys // 2) if sizes("causal", 0) else keys
+def _attends(sizes: _Sizes, backward: bool = False) -> Heads:
+    return Heads(sizes("heads") * sizes("head_dim"), sizes("keys"), bool(sizes("causal", 0)), backward)
 
 
 def _row(sizes: _Sizes, ranks: int) -> _Parts:
     if sizes.has("keys"):
-        (k, keys), n = _attends(sizes), sizes("out")
-        return {"h": k, "p": n, "z": n}, {"mm": [Step(k, keys), Step(keys, k), Step(k, n)]}, {}
+        attends, n = _attends(sizes), sizes("out")
+        k = attends.features
+        return {"h": k, "p": n, "z": n}, {"mm": [attends, Step(k, n)]}, {}
     k = sizes("features")
     if not sizes.has("out"):  # a sum alone
         return {"h": k, "p": k, "z": k}, {"mm": ()}, {}
@@ -201,8 +241,9 @@ def _row(sizes: _Sizes, ranks: int) -> _Parts:
 
 def _row_backward(sizes: _Sizes, ranks: int) -> _Parts:
     if sizes.has("keys"):
-        (k, keys), n = _attends(sizes), sizes("out")
-        return {"x": n, "y": k}, {"mm": [Step(n, k), *[Step(k, keys)] * 5], "wgrad": [Step(n, k, True)]}, {}
+        attends, n = _attends(sizes, backward=True), sizes("out")
+        k = attends.features
+        return {"x": n, "y": k}, {"mm": [Step(n, k), attends], "wgrad": [Step(n, k, True)]}, {}
     k, n = sizes("features"), sizes("out")
     return {"x": n, "y": k}, {"mm": [Step(n, k)], "wgrad": [Step(n, k, True)]}, {}
 
@@ -211,7 +252,7 @@ def _mlp(sizes: _Sizes, ranks: int) -> _Parts:
     k, f = sizes("features"), sizes("hidden")
     n, gated = sizes("out", k), bool(sizes("gated", 0))
     kernels = {"up": [Step(k, f)] * (1 + gated), "down": [Step(f, n)]}
-    return {"x": k, "h": f, "p": n, "z": n}, kernels, {"up": (5 if gated else 2) * f}
+    return {"x": k, "h": f, "p": n, "z": n}, kernels, {"up": Values((5 if gated else 2) * f, f)}
 
 
 def _mlp_backward(sizes: _Sizes, ranks: int) -> _Parts:
@@ -223,7 +264,7 @@ def _mlp_backward(sizes: _Sizes, ranks: int) -> _Parts:
         "wgrad_down": [Step(n, f, True)],
         "wgrad_up": [Step(f, k, True)] * weights,
     }
-    return {"x": n, "h": f, "p": k, "z": k, "g": k}, kernels, {"down": (14 if weights > 1 else 5) * f}
+    return {"x": n, "h": f, "p": k, "z": k, "g": k}, kernels, {"down": Values((14 if weights > 1 else 5) * f, 2 * f)}
 
 
 def _by_rows_of_weight(kernel: str) -> Callable[[_Sizes, int], _Parts]:
@@ -271,8 +312,8 @@ def _all_to_all_matmul_backward(sizes: _Sizes, ranks: int) -> _Parts:
 
 
 def _attention_all_to_all(sizes: _Sizes, ranks: int) -> _Parts:
-    k, keys = _attends(sizes)
-    attend = [Step(k, keys), Step(keys, k)]
+    attend = [_attends(sizes)]
+    k = attend[0].features
     if not sizes.has("out"):  # its last kernel puts features where they belong
         return {"a": k, "p": k, "z": k * ranks}, {"attend": attend, "mm": ()}, {}
     n = sizes("out")
@@ -280,8 +321,8 @@ def _attention_all_to_all(sizes: _Sizes, ranks: int) -> _Parts:
 
 
 def _attention_all_to_all_backward(sizes: _Sizes, ranks: int) -> _Parts:
-    k, keys = _attends(sizes)
-    attend = [Step(k, keys)] * 5
+    attend = [_attends(sizes, backward=True)]
+    k = attend[0].features
     if not sizes.has("out"):
         return {"a": k, "p": k, "y": k}, {"mm": (), "attend_backward": attend, "wgrad": ()}, {}
     n = sizes("out")

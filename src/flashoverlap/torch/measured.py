@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..machine import Link, Machine
+from ..matmul import Matmul
 from . import wire, work
 from .steps import Steps, steps_of
 from .wire import Partners, Wire, gathered
@@ -23,6 +24,7 @@ from .wire import Partners, Wire, gathered
 _ALIKE = 0.75  # wires of which the slowest has this share of the fastest's rate are taken to be alike
 _BURST_PART = 8  # a burst is told from a transfer of this part of the step's
 SHAPE = (128, 1024, 1024)
+_SHORT = (64, 512, 512)  # a matmul that takes some times as long as a message
 _MATRICES = 4
 
 
@@ -35,16 +37,13 @@ def measure(transport: Any, dtype: torch.dtype, device: torch.device, nodes: Seq
         device: where tensors are.
         nodes: ranks per node, where nodes share a wire; () where every rank has a wire of its own to all others.
     """
-    products = work.matmul_seconds(dtype, device)
-    own = [1 / work.memory_bytes_per_s(dtype, device), *products.values()]
-    per_byte_s, *seconds = _longest(transport, own)
-    matmul = work.matmul_of(dict(zip(products, seconds, strict=True)), 1 / per_byte_s)
+    matmul, short = _matmul(transport, dtype, device), work.product_of(*_SHORT, dtype, device)
     if transport.world_size == 1:
-        return Machine(Link(0.0, float("inf")), **steps_of(transport, device, 0.0)._asdict(), matmul=matmul)
+        return Machine(Link(0.0, float("inf")), issue_s=steps_of(transport, device, 0.0, short).issue_s, matmul=matmul)
     timed = Wire(transport, device)
     near = wire.inside(transport.rank, nodes or (transport.world_size,), 1)
     found = _links(timed, transport, nodes)
-    steps = Steps(*_longest(transport, steps_of(transport, device, found.link.latency_s)))
+    steps = Steps(*_longest(transport, steps_of(transport, device, found.link.latency_s, short)))
     where = {"nodes": tuple(nodes), "uplink": found.uplink, "links": found.links}
     machine = Machine(found.link, **steps._asdict(), matmul=matmul, **where)
     return replace(
@@ -52,6 +51,17 @@ def measure(transport: Any, dtype: torch.dtype, device: torch.device, nodes: Seq
         contention=_contention(timed, transport, near, found.step, work.product_of(*SHAPE, dtype, device), device),
         collective_efficiency=_collective_efficiency(transport, machine, device),
     )
+
+
+def _matmul(transport: Any, dtype: torch.dtype, device: torch.device) -> Matmul:
+    """What computing costs, as on the slowest rank."""
+    products, memory = work.matmul_seconds(dtype, device), work.memory_bytes_per_s(dtype, device)
+    own = [1 / memory, work.activation_s(dtype, device, memory), *work.attention_seconds(dtype, device)]
+    (per_byte_s, activation_s, *attention), seconds = (
+        _longest(transport, each) for each in (own, list(products.values()))
+    )
+    matmul = work.matmul_of(dict(zip(products, seconds, strict=True)), 1 / per_byte_s)
+    return work.with_attention(replace(matmul, activation_s=activation_s), attention, dtype.itemsize)
 
 
 class _Links(NamedTuple):
