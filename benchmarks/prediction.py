@@ -9,10 +9,12 @@ each call, which is timed beforehand, and of what is in no call (norms, rotation
 same step with nothing moved; for `mlp` that is next to nothing. Its error is |predicted - measured| / measured, of the
 median step of the slowest rank and the median prediction.
 
-    auto against best    how much longer `auto` takes than the best of the modes and splits that a hand could pick
+    auto against best    how much longer `auto` takes than the best of the modes and splits that a hand could pick, as
+                         the median over the rounds of how many times as long it took in the same round
 
-`bench dp` is not among the workloads: what data parallelism moves is in flight beside all calls of a step, on channels
-of its own, and no plan predicts it.
+What data parallelism moves (`dp`) is in flight beside all of a step, and is planned with the step as a whole: there the
+prediction is the same step in mode off with nothing moved, what the plan says that communication adds to it, and the
+messages by which ranks agree.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
+import torch
+
+from flashoverlap.bench.candidates import Candidate as Run
 from flashoverlap.bench.candidates import candidates
 from flashoverlap.bench.options import Options
-from flashoverlap.bench.shapes import AttentionShape, BlockShape, MlpShape, UlyssesShape
+from flashoverlap.bench.shapes import AttentionShape, BlockShape, MlpShape, StackShape, UlyssesShape
 from flashoverlap.bench.summary import Candidate, Part
 from flashoverlap.lab import Lab
 
@@ -44,7 +49,9 @@ CASES = {
     "block": lambda seq: BlockShape(seq, 512, 8, 4, 1408),
     "attention": lambda seq: AttentionShape(seq, 512, 8, 8),
     "ulysses": lambda seq: UlyssesShape(seq, 512, 8, 8),
+    "dp": lambda seq: StackShape(4, 512, seq, "gradients", 2),
 }
+AGREEMENTS = {"none": 1, "gradients": 2, "parameters": 1}  # of a data-parallel step: its gradients, its new parameters
 MODES = ("off", "collective", "slice", "flash", "auto")
 
 
@@ -82,7 +89,8 @@ def main() -> None:
 
 def line(point: dict[str, Any]) -> str:
     """A point as a line."""
-    place = f"{point['case']} {point['shape']['seq']} {point['link']} {point['pass']}"
+    shape = point["shape"]
+    place = f"{point['case']} {shape.get('seq', shape.get('tokens'))} {point['link']} {point['pass']}"
     predicted_ms, measured_ms = 1e3 * point["predicted_seconds"], 1e3 * point["measured_seconds"]
     what = f"{point['mode']} {point['detail']}"
     return f"{place:32} {what:24} {predicted_ms:9.2f} ms predicted {measured_ms:9.2f} measured {point['error']:6.1%}"
@@ -92,8 +100,9 @@ def grid(names: Sequence[str], quick: bool, repeats: int) -> Iterator[Options]:
     """All that is run, a point at a time."""
     for name in names:
         for seq in QUICK_SIZES if quick else SIZES:
+            passes = CASES[name](seq).passes
             for link in QUICK_LINKS if quick else LINKS:
-                for phase in ("forward",) if quick else ("forward", "train"):
+                for phase in passes[:1] if quick else passes:
                     rounds = max(repeats, SHORT_ROWS // seq)
                     yield Options(CASES[name](seq), 2, link, modes_of(name), (), phase, repeats=rounds, splits="best")
 
@@ -136,6 +145,7 @@ def rows(options: Options, timed: Sequence[Candidate], said: Sequence[Sequence[P
             "detail": one.parts[0].detail,
             "predicted_seconds": seconds,
             "measured_seconds": one.seconds,
+            "rounds": one.rounds,
             "error": abs(seconds - one.seconds) / one.seconds,
         }
 
@@ -146,7 +156,7 @@ def summary(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for auto in (point for point in points if point["mode"] == "auto"):
         beside = ("case", "shape", "link", "pass")
         same = [p for p in points if all(p[key] == auto[key] for key in beside) and p["mode"] != "auto"]
-        behind.append(auto["measured_seconds"] / min(point["measured_seconds"] for point in same) - 1)
+        behind.append(max(times_as_long(auto, point) for point in same) - 1)
     errors = [point["error"] for point in points]
     return {
         "median_error": median(errors),
@@ -156,24 +166,34 @@ def summary(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def times_as_long(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How many times as long as another a candidate took: what slows a whole round for a while does not count."""
+    return median(mine / theirs for mine, theirs in zip(one["rounds"], other["rounds"], strict=True))
+
+
 def agreement(group: Any, barrier: Callable[[], object]) -> float:
-    """Seconds that the message takes by which all ranks agree on a call, after a barrier as all that is timed here:
-    the median of some. Collective."""
+    """Seconds that the message takes by which all ranks agree on a call, after some work that they began together.
+
+    It is the mean, since a step has several of them: each costs little most times, and once in a while a rank comes
+    late that had to wait for a core. Collective.
+    """
     from flashoverlap.torch.transport import transport_of
     from flashoverlap.torch.wire import gathered
+    from flashoverlap.torch.work import product_of
 
+    multiply = product_of(128, 512, 1024, torch.float32, torch.device("cpu"))
     transport, times = transport_of(group), []
     for _ in range(51):
         barrier()
+        multiply()
         start_s = time.perf_counter()
         gathered(transport, [])
         times.append(time.perf_counter() - start_s)
-    return median(times)
+    return fmean(times)
 
 
 def measure(folder: Path) -> None:
     """One rank: runs the workload as the bench does, and calibrates now and then."""
-    import torch
     import torch.distributed as dist
 
     import flashoverlap.torch as fo
@@ -195,23 +215,38 @@ def measure(folder: Path) -> None:
         def _timed(self, index: int) -> None:
             super()._timed(index)
             records = fo.report().records
+            steps = [record for record in records if record.op == "step"]
+            if steps:
+                self.predicted.setdefault(index, []).append(self._of_steps(steps))
+                return
             plans = [record.predicted_s for record in records if record.predicted_s is not None]
             planned = bool(plans) and len(plans) == len(records)
             seconds = sum(plan + self.agreement_s for plan in plans) if planned else None
             said = Predicted(seconds, sum(record.seconds for record in records))
             self.predicted.setdefault(index, []).append(said)
 
+        def _of_steps(self, steps: Sequence[Any]) -> Predicted:
+            """What is said of data-parallel steps: beside what is computed with nothing moved."""
+            exposed_s = sum(record.predicted_exposed_s for record in steps) / sum(record.calls for record in steps)
+            return Predicted(exposed_s + AGREEMENTS[self._options.shape.shard] * self.agreement_s, 0.0)
+
     options = Options.from_json((folder / "options.json").read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     control, rank = dist.new_group(backend="gloo"), dist.get_rank()
     fo.calibrate(dist.group.WORLD, folder=folder / f"machines{rank}", anew=True)
-    bench = Predicting(options, candidates(options), dist.group.WORLD, lambda: dist.barrier(group=control))
+    bench = Predicting(options, list(timed_of(options)), dist.group.WORLD, lambda: dist.barrier(group=control))
     parts = [asdict(part) for part in bench.run()]
     predicted = [typical(bench.predicted[index][-options.repeats :]) for index in range(len(parts))]
     (folder / f"rank{rank}.json").write_text(json.dumps({"parts": parts, "predicted": predicted}), encoding="utf-8")
     dist.barrier(group=control)
     dist.destroy_process_group()
+
+
+def timed_of(options: Options) -> Iterator[Run]:
+    """What is timed: of data parallelism, the first is not the plain model, but the library's with nothing moved."""
+    for one in candidates(options):
+        yield replace(one, variant="parallel") if one.silent and options.shape.case == "dp" else one
 
 
 def typical(said: Sequence[Predicted]) -> Predicted:

@@ -28,12 +28,20 @@ def test_a_step_is_its_calls_and_what_is_in_none():
     assert point["predicted_seconds"] == 2.0 + (1.5 - 0.5)
     assert point["measured_seconds"] == 5.0
     assert point["error"] == pytest.approx(2 / 5)
+    assert point["rounds"] == [5.0] * 3
+
+
+def test_what_was_said_of_a_step_is_the_median_if_it_was_always_planned():
+    said = [prediction.Predicted(seconds, in_calls) for seconds, in_calls in ((3.0, 1.0), (1.0, 5.0), (2.0, 9.0))]
+    assert prediction.typical(said) == (2.0, 5.0)
+    assert prediction.typical([*said, prediction.Predicted(None, 5.0)]) == (None, 5.0)
 
 
 def test_auto_is_compared_with_the_best_of_the_same_point():
     def point(mode, seconds, link="1gbit", error=0.1):
         place = {"case": "mlp", "shape": {"seq": 1}, "link": link, "pass": "forward"}
-        return {**place, "mode": mode, "measured_seconds": seconds, "error": error}
+        rounds = [slowly * seconds for slowly in (1, 3, 5)]
+        return {**place, "mode": mode, "measured_seconds": 3 * seconds, "rounds": rounds, "error": error}
 
     points = [
         *(point("off", 4.0), point("flash", 2.0), point("auto", 2.5)),
@@ -48,22 +56,25 @@ def test_auto_is_compared_with_the_best_of_the_same_point():
 def test_every_point_of_the_grid_can_be_run():
     full = list(prediction.grid(list(prediction.CASES), quick=False, repeats=3))
     quick = list(prediction.grid(["mlp"], quick=True, repeats=3))
-    assert len(full) == 4 * 4 * 3 * 2
+    assert len(full) == 4 * 4 * 3 * 2 + 4 * 3  # dp is training in any case
     assert len(quick) == 4
     assert "slice" in full[0].modes
-    assert "slice" not in full[-1].modes  # written by hand there, so that nothing is predicted of it
+    assert all(("slice" in each.modes) != (each.shape.case == "ulysses") for each in full)  # written by hand there
 
 
-def test_one_point(tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "phase"), [("MlpShape(64, 64, 128)", "forward"), ("StackShape(2, 256, 16, steps=1)", "train")]
+)
+def test_one_point(tmp_path, shape, phase):
     reason = lab_unavailable()
     if reason:
         pytest.skip(reason)
-    code = """
+    code = f"""
 import json, sys
 import prediction
 from flashoverlap.bench.options import Options
-from flashoverlap.bench.shapes import MlpShape
-options = Options(MlpShape(64, 64, 128), 2, "100mbit", prediction.MODES, repeats=1, splits="2")
+from flashoverlap.bench.shapes import MlpShape, StackShape
+options = Options({shape}, 2, "100mbit", prediction.MODES, (), {phase!r}, repeats=1, splits="2")
 json.dump(prediction.summary(prediction.run(options)), open(sys.argv[1], "w"))
 """
     file = tmp_path / "prediction.json"

@@ -1,9 +1,12 @@
 import pytest
 
-from flashoverlap.flow import FLOWS
+from flashoverlap.all_to_all import all_to_all
+from flashoverlap.flow import ALL_TO_ALLS, FLOWS
+from flashoverlap.machine import Kernel, Link, Machine
 from flashoverlap.patterns import build
 from flashoverlap.rounds import partners
-from flashoverlap.schedule import ScheduleError
+from flashoverlap.schedule import Exchange, ScheduleError
+from flashoverlap.simulate import simulate
 from flashoverlap.verify import verify
 
 LAYOUTS = [(n, nodes) for n in (1, 2, 3, 4, 6, 8, 9, 12, 16) for nodes in range(1, n + 1) if n % nodes == 0]
@@ -59,7 +62,40 @@ def test_spread_schedules_are_right(op, pattern, n, nodes, splits):
         assert proof.wire_bytes == verify(build(op, rows, pattern=pattern, splits=splits)).wire_bytes
 
 
+@pytest.mark.parametrize("op", ALL_TO_ALLS)
+@pytest.mark.parametrize("pattern", ["direct", "sliced"])
+@pytest.mark.parametrize(("n", "nodes", "splits"), [(4, 2, 2), (6, 3, 1), (6, 2, 1), (8, 2, 1)])
+def test_spread_all_to_alls_are_right(op, pattern, n, nodes, splits):
+    spread, in_order = (
+        all_to_all(
+            [[3] * n] * n, op=op, pattern=pattern, splits=splits, tensors=2 if op == "all_to_all" else 1, nodes=each
+        )
+        for each in (nodes, 1)
+    )
+    assert verify(spread).wire_bytes == verify(in_order).wire_bytes
+    firsts = [[op.to for op in spread.programs[rank] if isinstance(op, Exchange)] for rank in range(n)]
+    order = [to for to, _ in partners(n, 1, nodes)]
+    assert list(dict.fromkeys(firsts[1])) == order
+
+
+def test_an_all_to_all_over_two_nodes_is_faster_where_its_rounds_are_spread():
+    machine = Machine(Link(0.0, 64.0), {"mm": Kernel()}, nodes=(8, 8), uplink=Link(0.0, 256.0))
+    seconds = [
+        simulate(all_to_all([[64] * 16] * 16, op="all_to_all_matmul", nodes=nodes), machine, spans=False).makespan_s
+        for nodes in (1, 2)
+    ]
+    assert seconds[1] < 0.9 * seconds[0]
+
+
+def test_alike_ranks_of_a_spread_all_to_all_stand_for_all():
+    machine = Machine(Link(1e-3, 64.0), {"mm": Kernel(0.5)}, nodes=(4, 4), uplink=Link(2e-3, 128.0))
+    schedule = all_to_all([[16] * 8] * 8, op="all_to_all_matmul", nodes=2)
+    assert simulate(schedule, machine, spans=False).makespan_s == simulate(schedule, machine).makespan_s
+
+
 def test_nodes_must_be_of_equal_size():
+    with pytest.raises(ScheduleError, match="all_to_all on 6 ranks cannot be spread over 4 nodes of equal size"):
+        all_to_all([[1] * 6] * 6, nodes=4)
     with pytest.raises(ScheduleError, match="mlp on 6 ranks cannot be spread over 4 nodes of equal size"):
         build("mlp", [1] * 6, nodes=4)
     with pytest.raises(ValueError, match="6 ranks are no whole number of ranks for each of 4 nodes"):

@@ -16,7 +16,8 @@ the last flight: the own block, from end to end, and weight gradients; then the 
 they were sent. Tensors that move side by side (q, k, v) take turns, split by split.
 
 ``ring`` hands blocks on between neighbours. ``sliced`` exchanges a slice of all blocks at once, and one slice overlaps
-nothing (mode ``off``). ``collective`` leaves the movement to the backend.
+nothing (mode ``off``). ``collective`` leaves the movement to the backend. Over nodes that share a wire the rounds of
+``direct`` and ``sliced`` are those of :mod:`flashoverlap.rounds`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from itertools import product
 
 from .flow import BLOCK, PIECE, Flow, flow_of, of_tensor
 from .patterns import check_arguments, split_sizes
+from .rounds import partners
 from .schedule import Collective, Compute, Exchange, Op, Programs, Schedule, ScheduleError, Size, Sizes
 
 Matrix = Sequence[Sequence[int]]
@@ -41,6 +43,7 @@ def all_to_all(
     splits: int = 1,
     tensors: int = 1,
     row_bytes: Mapping[str, int | Matrix] | None = None,
+    nodes: int = 1,
 ) -> Schedule:
     """Builds the schedule of an all-to-all with its kernels.
 
@@ -51,17 +54,18 @@ def all_to_all(
         splits: parts that every block is cut into (for "sliced", the number of slices; for "collective", 1).
         tensors: how many tensors move side by side.
         row_bytes: bytes of one row by letter, alike for all blocks or ``[source][target]``; 1 where it is not given.
+        nodes: spreads the rounds of "direct" and "sliced" over so many nodes, of as many ranks each.
 
     Raises:
         ScheduleError: sizes that are no square, negative rows, sums of unequal rows, splits or tensors out of range, an
-            unknown pattern.
+            unknown pattern, ranks that nodes do not divide.
         ValueError: an unknown ``op``, or one that is no all-to-all.
     """
     widths = {
         letter: width if isinstance(width, int) else tuple(map(tuple, width))
         for letter, width in (row_bytes or {}).items()
     }
-    arguments = (op, tuple(map(tuple, rows)), pattern, splits, tensors, tuple(sorted(widths.items())))
+    arguments = (op, tuple(map(tuple, rows)), pattern, splits, tensors, tuple(sorted(widths.items())), nodes)
     small = len(rows) ** 2 * splits * tensors <= _MOST_CACHED
     return (_build if small else _build.__wrapped__)(*arguments)
 
@@ -77,14 +81,17 @@ def _build(
     splits: int,
     tensors: int,
     widths: tuple[tuple[str, int | tuple[tuple[int, ...], ...]], ...],
+    nodes: int,
 ) -> Schedule:
     flow = flow_of(op)
-    _check(flow, rows, pattern, splits, tensors)
+    _check(flow, rows, pattern, splits, tensors, nodes)
     blocks = Blocks(len(rows), splits, tensors)
     sizes = _Sizes(flow, rows, blocks, dict(widths))
     alike = len({part for row in rows for part in row}) == 1 and all(isinstance(each, int) for _, each in widths)
     n = len(rows)
-    programs = Programs(lambda rank: _PROGRAMS[pattern](_Rank(flow, blocks, rank)), n, 1 if alike else n)
+    nodes = nodes if pattern in ("direct", "sliced") else 1
+    period = n // nodes if nodes > 1 else 1
+    programs = Programs(lambda rank: _PROGRAMS[pattern](_Rank(flow, blocks, rank, nodes)), n, period if alike else n)
     return Schedule(op, programs, Sizes(partial(_names, flow, blocks), sizes.of))
 
 
@@ -134,11 +141,11 @@ class _Sizes:
         return found if isinstance(found, int) else found[source][target]
 
 
-def _check(flow: Flow, rows: Matrix, pattern: str, splits: int, tensors: int) -> None:
+def _check(flow: Flow, rows: Matrix, pattern: str, splits: int, tensors: int, nodes: int) -> None:
     op, n = flow.op, len(rows)
     if flow.swap is None:
         raise ValueError(f"{op} is no all-to-all")
-    check_arguments(op, [min(row, default=0) for row in rows], pattern, splits)
+    check_arguments(op, [min(row, default=0) for row in rows], pattern, splits, nodes)
     if any(len(row) != n for row in rows):
         raise ScheduleError(f"{op} between {n} ranks needs {n} rows of {n} sizes, not {[len(row) for row in rows]}")
     if not 1 <= tensors <= 26:
@@ -178,8 +185,9 @@ class Blocks:
 class _Rank:
     """What one rank can do in an all-to-all; a pattern is an order of that."""
 
-    def __init__(self, flow: Flow, blocks: Blocks, rank: int) -> None:
+    def __init__(self, flow: Flow, blocks: Blocks, rank: int, nodes: int) -> None:
         self.flow, self.blocks, self.rank = flow, blocks, rank
+        self.rounds = partners(blocks.ranks, rank, nodes)
         self.makes = bool(flow.swap)
         self._begun: set[str] = set()  # sums that have a term
 
@@ -214,20 +222,15 @@ class _Rank:
             if not w.reads:
                 yield Compute(w.kernel, (), (w.write,))
 
-    def peers(self, distance: int) -> tuple[int, int]:
-        """The rank at this distance ahead, and the one as far behind."""
-        n = self.blocks.ranks
-        return (self.rank + distance) % n, (self.rank - distance) % n
-
-    def post(self, distance: int, part: Part) -> Exchange:
-        """The block for the rank ahead against that from the rank behind."""
-        (ahead, behind), name = self.peers(distance), self.blocks.name
+    def post(self, ahead: int, behind: int, part: Part) -> Exchange:
+        """The block for one rank against that from another."""
+        name = self.blocks.name
         return Exchange(name("p", self.rank, ahead, part), ahead, name("p", behind, self.rank, part), behind)
 
-    def hand_on(self, distance: int, part: Part) -> Iterable[Exchange]:
+    def hand_on(self, ahead: int, behind: int, part: Part) -> Iterable[Exchange]:
         """The same from neighbour to neighbour, with the blocks that others send each other."""
         n, name = self.blocks.ranks, self.blocks.name
-        after, before = self.peers(1)
+        distance, after, before = (ahead - self.rank) % n, (self.rank + 1) % n, (self.rank - 1) % n
         for hop in range(distance):
             mine, theirs = (self.rank - hop) % n, (self.rank - hop - 1) % n
             yield Exchange(
@@ -239,30 +242,30 @@ class _Rank:
 
 
 def _streamed(
-    rank: _Rank, distances: Sequence[int], exchanges: Callable[[int, Part], Iterable[Exchange]]
+    rank: _Rank, rounds: Sequence[tuple[int, int]], exchanges: Callable[[int, int, Part], Iterable[Exchange]]
 ) -> Iterable[Op]:
     """Blocks of others first, what is local next, and what comes last."""
     parts = rank.blocks.parts
-    for distance in distances:
+    for ahead, behind in rounds:
         for part in parts:
-            yield from rank.make((rank.peers(distance)[0],), (part,))
-            yield from exchanges(distance, part)
+            yield from rank.make((ahead,), (part,))
+            yield from exchanges(ahead, behind, part)
     yield from rank.make((rank.rank,), parts)
     for part in parts:
         yield from rank.use(rank.rank, part)
     yield from rank.local()
-    for distance in distances:
+    for _, behind in rounds:
         for part in parts:
-            yield from rank.use(rank.peers(distance)[1], part)
+            yield from rank.use(behind, part)
 
 
 def _direct(rank: _Rank) -> Iterable[Op]:
-    return _streamed(rank, range(1, rank.blocks.ranks), lambda distance, part: (rank.post(distance, part),))
+    return _streamed(rank, rank.rounds, lambda ahead, behind, part: (rank.post(ahead, behind, part),))
 
 
 def _ring(rank: _Rank) -> Iterable[Op]:
     """The block for the rank at distance d is handed on d times, the farthest first."""
-    return _streamed(rank, range(rank.blocks.ranks - 1, 0, -1), rank.hand_on)
+    return _streamed(rank, rank.rounds[::-1], rank.hand_on)
 
 
 def _sliced(rank: _Rank) -> Iterable[Op]:
@@ -274,17 +277,17 @@ def _sliced(rank: _Rank) -> Iterable[Op]:
     blocks, n = rank.blocks, rank.blocks.ranks
 
     def use(split: int) -> Iterable[Op]:
-        for distance in range(n - 1, -1, -1):
+        for _, behind in [*rank.rounds[::-1], (rank.rank, rank.rank)]:
             for part in reversed(blocks.slice(split)):
-                yield from rank.use(rank.peers(distance)[1], part)
+                yield from rank.use(behind, part)
 
     overlaps, late = blocks.splits > 1, blocks.splits - 1
     if not overlaps:  # nothing may hide the exchange
         yield from rank.local()
     for split in range(blocks.splits):
         yield from rank.make(range(n), blocks.slice(split))
-        for distance in range(1, n):
-            yield from (rank.post(distance, part) for part in blocks.slice(split))
+        for ahead, behind in rank.rounds:
+            yield from (rank.post(ahead, behind, part) for part in blocks.slice(split))
         if rank.makes and split:
             yield from use(split - 1)
     if overlaps:
@@ -300,9 +303,9 @@ def _collective(rank: _Rank) -> Iterable[Op]:
         sent = tuple(blocks.name("p", rank.rank, target, part) for target in range(n))
         yield Collective("all_to_all", sent, tuple(blocks.name("p", source, rank.rank, part) for source in range(n)))
     yield from rank.local()
-    for distance in range(n):
+    for _, behind in [(rank.rank, rank.rank), *rank.rounds]:
         for part in blocks.parts:
-            yield from rank.use(rank.peers(distance)[1], part)
+            yield from rank.use(behind, part)
 
 
 _PROGRAMS: dict[str, Callable[[_Rank], Iterable[Op]]] = {

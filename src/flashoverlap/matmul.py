@@ -153,6 +153,6 @@ class Attention:
     def seconds(self, rows: int) -> float:
         """Seconds of one call on ``rows`` queries."""
         met = self.keys / 2 + min(rows, self.matmul.keys_at_once, self.keys) / 2 if self.causal else self.keys
-        to_keys, from_keys = (rows, self.features, met), (rows, met, self.features)
-        shapes = [to_keys] * 5 if self.backward else [to_keys, from_keys]
-        return self.matmul.attention[self.backward] * sum(self.matmul.seconds(*each, self.itemsize) for each in shapes)
+        to_keys_s = self.matmul.seconds(rows, self.features, met, self.itemsize)
+        from_keys_s = self.matmul.seconds(rows, met, self.features, self.itemsize)
+        return self.matmul.attention[self.backward] * (5 * to_keys_s if self.backward else to_keys_s + from_keys_s)

@@ -29,7 +29,7 @@ _MATRICES = 4
 
 
 def measure(transport: Any, dtype: torch.dtype, device: torch.device, nodes: Sequence[int] = ()) -> Machine:
-    """The machine that the ranks of a transport make up; takes about a second. Collective.
+    """The machine that the ranks of a transport make up; takes about two seconds. Collective.
 
     Args:
         transport: of the group; of one rank alone only the arithmetic is measured.
