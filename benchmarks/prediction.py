@@ -38,10 +38,10 @@ from flashoverlap.bench.candidates import candidates
 from flashoverlap.bench.options import Options
 from flashoverlap.bench.shapes import AttentionShape, BlockShape, MlpShape, StackShape, UlyssesShape
 from flashoverlap.bench.summary import Candidate, Part
-from flashoverlap.lab import Lab
 
 LINKS, QUICK_LINKS = ("200mbit", "1gbit", "4gbit"), ("200mbit", "1gbit")
 SIZES, QUICK_SIZES = (256, 1024, 4096, 8192), (256, 2048)
+NODES_SIZE = 4096
 SHORT_ROWS = 8192  # in all rounds together: steps of few rows vary more
 CALIBRATIONS = 3
 CASES = {
@@ -90,21 +90,30 @@ def main() -> None:
 def line(point: dict[str, Any]) -> str:
     """A point as a line."""
     shape = point["shape"]
-    place = f"{point['case']} {shape.get('seq', shape.get('tokens'))} {point['link']} {point['pass']}"
+    link = f"{point['link']}/{point['uplink']}" if point["uplink"] else point["link"]
+    place = f"{point['case']} {shape.get('seq', shape.get('tokens'))} {link} {point['pass']}"
     predicted_ms, measured_ms = 1e3 * point["predicted_seconds"], 1e3 * point["measured_seconds"]
     what = f"{point['mode']} {point['detail']}"
     return f"{place:32} {what:24} {predicted_ms:9.2f} ms predicted {measured_ms:9.2f} measured {point['error']:6.1%}"
 
 
 def grid(names: Sequence[str], quick: bool, repeats: int) -> Iterator[Options]:
-    """All that is run, a point at a time."""
+    """All that is run, a point at a time; the last of a full grid of a workload is on two nodes of two ranks."""
     for name in names:
         for seq in QUICK_SIZES if quick else SIZES:
             passes = CASES[name](seq).passes
             for link in QUICK_LINKS if quick else LINKS:
                 for phase in passes[:1] if quick else passes:
-                    rounds = max(repeats, SHORT_ROWS // seq)
-                    yield Options(CASES[name](seq), 2, link, modes_of(name), (), phase, repeats=rounds, splits="best")
+                    yield point(name, seq, phase, repeats, link=link)
+        if not quick:
+            passes = CASES[name](NODES_SIZE).passes
+            yield point(name, NODES_SIZE, passes[0], repeats, ranks=4, link="4gbit", nodes=2, uplink="1gbit")
+
+
+def point(name: str, seq: int, phase: str, repeats: int, ranks: int = 2, **where: Any) -> Options:
+    """One point of the grid."""
+    rounds = max(repeats, SHORT_ROWS // seq)
+    return Options(CASES[name](seq), ranks, modes=modes_of(name), phase=phase, repeats=rounds, splits="best", **where)
 
 
 def modes_of(case: str) -> tuple[str, ...]:
@@ -114,7 +123,7 @@ def modes_of(case: str) -> tuple[str, ...]:
 
 def run(options: Options) -> list[dict[str, Any]]:
     """One point: a row for each thing that was timed."""
-    with tempfile.TemporaryDirectory() as name, Lab(options.ranks, options.link) as lab:
+    with tempfile.TemporaryDirectory() as name, options.lab() as lab:
         folder, unread = Path(name), io.StringIO()
         (folder / "options.json").write_text(options.to_json(), encoding="utf-8")
         command = [sys.executable, __file__, "--rank", str(folder)]
@@ -140,6 +149,8 @@ def rows(options: Options, timed: Sequence[Candidate], said: Sequence[Sequence[P
             "shape": asdict(options.shape),  # pyright: ignore[reportArgumentType]
             "ranks": options.ranks,
             "link": options.link,
+            "nodes": options.nodes,
+            "uplink": options.uplink,
             "pass": options.phase,
             "mode": one.row,
             "detail": one.parts[0].detail,
@@ -154,7 +165,7 @@ def summary(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The result file: errors over all points, and how far auto is behind the best of the others, at worst."""
     behind = []
     for auto in (point for point in points if point["mode"] == "auto"):
-        beside = ("case", "shape", "link", "pass")
+        beside = ("case", "shape", "ranks", "link", "uplink", "pass")
         same = [p for p in points if all(p[key] == auto[key] for key in beside) and p["mode"] != "auto"]
         behind.append(max(times_as_long(auto, point) for point in same) - 1)
     errors = [point["error"] for point in points]
@@ -172,7 +183,7 @@ def times_as_long(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def agreement(group: Any, barrier: Callable[[], object]) -> float:
-    """Seconds that the message takes by which all ranks agree on a call, after some work that they began together.
+    """Seconds that the message takes the first rank by which all agree on a call, after work that they began together.
 
     It is the mean, since a step has several of them: each costs little most times, and once in a while a rank comes
     late that had to wait for a core. Collective.
@@ -189,7 +200,7 @@ def agreement(group: Any, barrier: Callable[[], object]) -> float:
         start_s = time.perf_counter()
         gathered(transport, [])
         times.append(time.perf_counter() - start_s)
-    return fmean(times)
+    return fmean(map(max, zip(*gathered(transport, times), strict=True)))
 
 
 def measure(folder: Path) -> None:
@@ -208,7 +219,7 @@ def measure(folder: Path) -> None:
         def _round(self, visit: Callable[[int], None], first: int) -> None:
             every = -(-self._options.repeats // CALIBRATIONS)
             if visit == self._timed and first % every == 0:
-                fo.calibrate(self._group, folder=folder / f"machines{rank}", anew=True)
+                fo.calibrate(self._group, nodes=nodes, folder=folder / f"machines{rank}", anew=True)
                 self.agreement_s = agreement(self._group, self._barrier)
             super()._round(visit, first)
 
@@ -227,14 +238,16 @@ def measure(folder: Path) -> None:
 
         def _of_steps(self, steps: Sequence[Any]) -> Predicted:
             """What is said of data-parallel steps: beside what is computed with nothing moved."""
+            shape: Any = self._options.shape
             exposed_s = sum(record.predicted_exposed_s for record in steps) / sum(record.calls for record in steps)
-            return Predicted(exposed_s + AGREEMENTS[self._options.shape.shard] * self.agreement_s, 0.0)
+            return Predicted(exposed_s + AGREEMENTS[shape.shard] * self.agreement_s, 0.0)
 
     options = Options.from_json((folder / "options.json").read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     control, rank = dist.new_group(backend="gloo"), dist.get_rank()
-    fo.calibrate(dist.group.WORLD, folder=folder / f"machines{rank}", anew=True)
+    nodes = options.ranks_of_nodes if options.nodes > 1 else None  # all are on one host
+    fo.calibrate(dist.group.WORLD, nodes=nodes, folder=folder / f"machines{rank}", anew=True)
     bench = Predicting(options, list(timed_of(options)), dist.group.WORLD, lambda: dist.barrier(group=control))
     parts = [asdict(part) for part in bench.run()]
     predicted = [typical(bench.predicted[index][-options.repeats :]) for index in range(len(parts))]

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import flashoverlap.torch as fo
+from flashoverlap import Link, Machine, Matmul
 from flashoverlap.torch.data_parallel import apply
 
 SHARDS = ("none", "gradients", "parameters")
@@ -89,8 +90,8 @@ def same_on_all_ranks(mesh, tensors):
         assert all(torch.equal(other, tensor) for other in others), f"{name} differs between ranks"
 
 
-def parallel(model, mesh, shard, **options):
-    return apply(model, mesh, mesh, shard=shard, small_bytes=0, **options)
+def parallel(model, mesh, shard, overlap=fo.Overlap("flash"), **options):  # so small a model is "off" in mode "auto"
+    return apply(model, mesh, mesh, shard=shard, small_bytes=0, overlap=overlap, **options)
 
 
 def settings():
@@ -135,6 +136,25 @@ def case_every_mode(mesh):
         close(parameters(model), parameters(reference))
 
 
+def case_a_plan_changes_the_mode_between_steps(mesh):
+    """What hides behind matmuls stays flash; what is through at once is off from the second step on."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for bytes_per_s, taken in ((1e5, "flash"), (1e12, "off")):
+        fo.use_machine(mesh, Machine(Link(0.0, bytes_per_s), matmul=Matmul(1e6)))
+        for shard in SHARDS:
+            reference, model = net(), parallel(net(), mesh, shard, fo.Overlap())
+            theirs, ours = adamw(reference.parameters()), adamw(model.parameters())
+            for step in range(4):
+                theirs.zero_grad()
+                (sum(reference(tokens(r, step, 1 + r)).pow(2).mean() for r in range(ranks)) / ranks).backward()
+                theirs.step()
+                ours.zero_grad()
+                model(tokens(rank, step, 1 + rank)).pow(2).mean().backward()
+                ours.step()
+            close(parameters(model), parameters(reference))
+            assert model._engine.account.mode == (taken if ranks > 1 else "flash")
+
+
 def each(mesh, make=net, **options):
     """For every shard mode a reference and a model of the same values."""
     for shard in SHARDS:
@@ -169,6 +189,54 @@ def case_a_mean_is_no_sum(mesh):
             model = parallel(nn.Linear(3, 4, bias=False), mesh, shard, divisor=divisor)
             model(torch.full((2, 3), 0.5)).sum().backward()
             assert torch.equal(gradients(model)["weight"], torch.full((4, 3), float(wanted)))
+
+
+def of_all_tokens(mesh, losses, labels):
+    """What docs/data_parallel.md has instead of a mean over the own valid tokens: this rank's part of that over all."""
+    count = (labels != -100).sum()
+    dist.all_reduce(count, group=mesh.get_group())
+    return losses * mesh.size() / count.clamp(min=1)
+
+
+def case_a_mean_over_the_tokens_of_all_ranks(mesh):
+    """One token with loss 4 and three with none, on two ranks, have a mean loss of 1: of cases C19."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    counts = [1, 3, 0, 2][:ranks]  # valid tokens
+    x = [torch.full((4, 1), 4.0 if each == 0 else 0.0).double() for each in range(ranks)]
+    valid = torch.arange(4) < counts[rank]
+    labels = torch.where(valid, 0, -100)
+    for shard in SHARDS:
+        model = nn.Linear(1, 1, bias=False).double()
+        nn.init.ones_(model.weight)
+        model = parallel(model, mesh, shard)
+        loss = of_all_tokens(mesh, model(x[rank]).flatten()[valid].sum(), labels)
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh.get_group())
+        assert mean / ranks == 4 / sum(counts)
+        assert gradients(model)["weight"] == 4 / sum(counts)
+
+
+def case_valid_tokens_are_as_many_on_no_two_ranks(mesh):
+    """Gradients are those of the joint batch, one rank having no valid token, or none of them."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for counts in ([3 * (ranks - 1 - each) for each in range(ranks)], [0] * ranks):
+        for _, reference, model in each(mesh):
+            inputs = [tokens(each, 0) for each in range(ranks)]
+            labels = [torch.arange(10).view(2, 5) % 3 for _ in range(ranks)]
+            for of_rank, count in zip(labels, counts, strict=True):
+                of_rank.view(-1)[count:] = -100
+            loss = functional.cross_entropy(
+                torch.cat([reference(own) for own in inputs]).flatten(0, 1),
+                torch.cat(labels).flatten(),
+                reduction="sum",
+            )
+            (loss / max(1, sum(counts))).backward()
+            logits, own = model(inputs[rank]).flatten(0, 1), labels[rank].flatten()
+            of_all_tokens(mesh, functional.cross_entropy(logits, own, reduction="sum"), own).backward()
+            found = gradients(model)
+            assert all(bool(grad.isfinite().all()) for grad in found.values())
+            close(found, gradients(reference))
 
 
 def case_micro_batches_are_sent_once(mesh):

@@ -1,6 +1,7 @@
 """What a data-parallel model holds while gradients are on their way, and that nobody waits for ranks which leave
 something out: run by model_ranks.py."""
 
+import itertools
 import time
 from contextlib import contextmanager
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import flashoverlap.torch as fo
 from data_parallel_cases import SHARDS, adamw, close, gradients, parallel, parameters, same_on_all_ranks, sgd
@@ -133,11 +135,11 @@ def stack(width):
     )
 
 
-def live(model, optimizer, x, more=()):
+def live(model, optimizer, loss, more=()):
     """Bytes that are held between steps, and the most that were live at once in two steps."""
 
     def step():
-        model(x).square().mean().backward()
+        loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -159,11 +161,11 @@ def case_bytes_in_flight_are_bounded(mesh):
     ranks, width, rows = mesh.size(), 60, 2  # which ranks divide
     weight, activations = width * width * 8, 2 * (LAYERS + 3) * rows * width * 8
     for shard in SHARDS[1:]:
-        for overlap in (fo.Overlap(), fo.Overlap(mode="flash", splits=4), fo.Overlap(mode="slice")):
+        for overlap in (fo.Overlap(mode="flash"), fo.Overlap(mode="flash", splits=4), fo.Overlap(mode="slice")):
             model = parallel(stack(width).double(), mesh, shard, overlap=overlap)
             optimizer, x = sgd(model.parameters()), torch.ones(rows, width, dtype=torch.float64)
             with Windows().seen() as windows:
-                before, peak = live(model, optimizer, x, leaves(model))
+                before, peak = live(model, optimizer, lambda model, x=x: model(x).square().mean(), leaves(model))
             assert windows.most <= 1.0
             own = -(-width // ranks) * width * 8
             values = LAYERS * weight if shard == "gradients" else 0
@@ -178,19 +180,41 @@ def case_bytes_in_flight_are_bounded(mesh):
             assert room <= 3 * weight
 
 
+def stacks(width):
+    """What makes a stack, what it costs, and the layers that FSDP2 is to wrap."""
+    x = torch.randn(16, width)
+    return (
+        lambda: stack(width),
+        lambda model: model(x).square().mean(),
+        lambda model: [each for each in model if isinstance(each, nn.Linear)],
+    )
+
+
+def language_models(hidden, vocab):
+    """The same of two decoder layers, their embedding and their head."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "vocab_size": vocab, "num_hidden_layers": 2}
+    ids = torch.randint(vocab, (1, 64), generator=torch.Generator().manual_seed(1))
+
+    def make():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1))
+
+    return make, lambda model: model(input_ids=ids, labels=ids).loss, lambda model: model.model.layers
+
+
 def case_peak_memory_is_that_of_fsdp2(mesh):
     """With the same sharding, and 5 % more."""
-    ranks, width = mesh.size(), 512
-    x = torch.randn(16, width)
-    for shard in SHARDS[1:]:
-        theirs = stack(width)
+    ranks, flash = mesh.size(), fo.Overlap("flash")
+    models = [(*stacks(512), fo.Overlap()), (*stacks(256), flash), (*language_models(256, 1024), flash)]
+    for (make, loss, layers, overlap), shard in itertools.product(models, SHARDS[1:]):
+        theirs = make()
         settings = {"mesh": mesh, "reshard_after_forward": shard == "parameters"}
-        for layer in theirs:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, **settings)
+        for layer in layers(theirs):
+            fully_shard(layer, **settings)
         fully_shard(theirs, **settings)
-        ours = fo.data_parallel(stack(width), mesh, shard=shard)
-        _, wanted = live(theirs, adamw(theirs.parameters()), x)
-        _, found = live(ours, adamw(ours.parameters()), x, leaves(ours))
-        assert found <= 1.05 * wanted, f"{shard} on {ranks} ranks: {found} bytes, and FSDP2 {wanted}"
+        ours = fo.data_parallel(make(), mesh, shard=shard, overlap=overlap)
+        _, wanted = live(theirs, adamw(theirs.parameters()), loss)
+        _, found = live(ours, adamw(ours.parameters()), loss, leaves(ours))
+        name = f"{type(ours).__name__}, {shard} on {ranks} ranks"
+        assert found <= 1.05 * wanted, f"{name}: {found} bytes, and FSDP2 {wanted}"
         assert not ours._engine.channels.reduce.staging.bytes  # between passes nothing is kept

@@ -62,7 +62,8 @@ def case_unused_skipped_and_frozen(mesh):
     x = torch.randn(ranks, 3, 4, dtype=torch.float64)
     for bucket in (0, 1 << 18):
         for shard in SHARDS:
-            reference, model = branches(), apply(branches(), mesh, mesh, shard=shard, small_bytes=bucket)
+            options = {"small_bytes": bucket, "overlap": fo.Overlap("flash")}
+            reference, model = branches(), apply(branches(), mesh, mesh, shard=shard, **options)
             theirs, ours = sgd(reference.parameters()), sgd(model.parameters())
             for step, takes in enumerate([{0}, {ranks - 1}, set(range(ranks)), set(), {0}]):
                 if shard == "parameters" and takes not in (set(), set(range(ranks))):
@@ -349,7 +350,7 @@ def case_beside_tensor_parallelism(mesh):
     for shard in SHARDS[:2]:
         reference, model = make(), make()
         fo.parallelize(model, both["tp"], plan | ends, sequence_parallel=False)
-        apply(model, both["dp"], both["dp"], shard=shard, small_bytes=0)
+        apply(model, both["dp"], both["dp"], shard=shard, small_bytes=0, overlap=fo.Overlap("flash"))
         theirs, ours = adamw(reference.parameters()), adamw(model.parameters())
         for _ in range(3):
             theirs.zero_grad()

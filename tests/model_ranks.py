@@ -51,7 +51,10 @@ def _rank(rank, world_size, module, directory):
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from flashoverlap.torch.planned import Planned
+
     torch.set_num_threads(1)
+    Planned.measures = False  # as conftest.py has it
     store = dist.FileStore(f"{directory}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S))
     said = {}

@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "flashoverlap"
 LEVELS = {
     0: "schedule flow matmul rounds pieces machine drift trace overlap spec costs architectures step_spec",  # pure Python, no torch
     1: "patterns all_to_all deferred verify simulate simulated_rank standstill alike uplinks bursts workload wire_bound report lab machine_file checkpoint_folder step",
-    2: "plan choice cluster __init__",
+    2: "candidate cut plan choice step_plan cluster __init__",
     3: "torch",  # transports, execution, pieces: all of torch/ that is not named below
     4: "torch/functional torch/attention",
     5: "torch/modules torch/plans torch/parallelize torch/data_parallel torch/__init__ arguments live_bytes",

@@ -61,6 +61,52 @@ def test_small_calls_are_told_in_the_report(monkeypatch):
     assert {(record.mode_taken, record.reason_code) for record in fo.report()} == {("off", "small")}
 
 
+@pytest.mark.parametrize("op", ["all_reduce", "all_reduce_backward", "all_reduce_backward-w"])
+def test_few_rows_without_a_machine_are_cut_along_features(op, monkeypatch):
+    monkeypatch.setattr("flashoverlap.choice.WORTH_BYTES", 1 << 20)
+
+    def taken(rows, ranks=2, overlap=Overlap("flash"), **sizes):
+        sizes = {"features": 4096, "out": 4096, **sizes}
+        return choose(overlap, op, split_sizes(rows, ranks), sizes=sizes)
+
+    few, many = taken(64), taken(1024)
+    assert (few.along, few.code, few.detail) == ("features", "rule_of_thumb", "direct x2 along features")
+    assert few.reason == "2 splits by rule of thumb, not by a plan; pieces of features, as 64 rows are few"
+    assert (many.along, many.detail) == ("rows", "direct x2")
+    assert taken(1).splits == 1  # messages would be nothing but latency
+    assert taken(64, features=40, out=40).along == "rows"  # which there are more of
+    assert taken(0).along == "rows"
+    assert taken(64, overlap=Overlap("flash", splits=9999)).reason.startswith("2048 splits, one a feature")
+    for mode in ("off", "slice"):  # whose kernels are whole: features only where ranks would be left without rows
+        assert [taken(rows, 4, Overlap(mode)).along for rows in (3, 4)] == ["features", "rows"]
+    assert taken(1, overlap=Overlap("collective")).along == "rows"
+    small = taken(1, 4, Overlap())
+    assert (small.mode, small.code, small.along, small.detail) == ("off", "small", "features", "along features")
+    assert choose(Overlap("flash"), "mlp", (32, 32), sizes=SIZES).along == "rows"
+
+
+def test_features_are_planned_too():
+    machine = Machine(Link(2e-5, 1.25e8), matmul=Matmul(2e12, 2e-6, 1e10), issue_s=2e-6)
+    sizes = {"features": 2048, "out": 4096}
+    choice = choose(Overlap(), "all_reduce", (32, 32), machine=machine, sizes=sizes)
+    found = plan("linear_all_reduce", {"rows": 64, **sizes}, machine, ranks=2)
+    assert choice.along == found.choice.along == "features"
+    assert choice.detail == f"direct x{found.choice.splits} along features"
+    assert (choice.reason, choice.predicted_s) == (found.reason, found.predicted_s)
+
+
+def test_layers_are_planned_too():
+    machine = Machine(
+        Link(1e-6, 2e9), matmul=Matmul(5e12, 2e-5, 1e12), issue_s=1e-6, collective_efficiency=0.6, contention=0.1
+    )
+    sizes = {"features": 1024, "hidden": 256}
+    choice = choose(Overlap(), "mlp_backward", (8,) * 8, machine=machine, sizes=sizes)
+    found = plan("mlp backward", {"rows": 64, **sizes}, machine, ranks=8)
+    assert (choice.mode, choice.reason, choice.predicted_s) == ("layers", found.reason, found.predicted_s)
+    assert [layer[:3] for layer in choice.layers] == [layer.choice[:3] for layer in found.layers]
+    assert sum(layer.predicted_s or 0.0 for layer in choice.layers) == pytest.approx(found.predicted_s)
+
+
 def test_with_a_machine_it_is_the_plan():
     choice = choose(Overlap(), "mlp", ROWS, machine=MACHINE, sizes=SIZES)
     found = plan("mlp", {"rows": 8192, **SIZES}, MACHINE, ranks=4)

@@ -1,14 +1,19 @@
 """The order of events in a data-parallel step: what is posted before what is computed. Never milliseconds."""
 
+import copy
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+import data_parallel_seeds
 from flashoverlap import Overlap
 from flashoverlap.torch.data_parallel import apply
 from flashoverlap.torch.data_parallel.flight import Reduction
 from flashoverlap.torch.data_parallel.linear import Fused
 from flashoverlap.torch.transport import DONE, Silent
+from ranks import run_ranks
 
 
 class Slow(Silent):
@@ -122,3 +127,71 @@ def test_a_unit_that_is_not_ready_holds_the_others_up_until_the_end(events):
     assert [event for event in events if event.startswith("post")] == ["post 16", "post 12"] * 2
     assert sorted(first) == [0, 1]
     assert model.last.weight.grad is not None  # of the pass before, which nobody has cleared
+
+
+# --- orders that ranks have of their own ------------------------------------------------------------------------------
+
+
+def test_c37_hash_seeds_of_their_own_make_no_order_of_their_own():
+    """200 steps of late ranks, 2 x 2, of which each goes through a set of branches as its hashes have it."""
+    told = data_parallel_seeds.outcomes()
+    assert len({tuple(rank["order"]) for rank in told}) == len(told)
+    for ranks in ((0, 1), (2, 3), (0, 2), (1, 3)):
+        first, second = ([sizes for group, sizes in told[rank]["posted"] if group == list(ranks)] for rank in ranks)
+        assert first
+        assert first == second
+        assert len(first[-1]) > data_parallel_seeds.STEPS
+
+
+def made(seed=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))).double()
+
+
+def in_two_threads(work):
+    """What goes wrong where ``work(0)`` and ``work(1)`` run side by side."""
+    errors, start = [], threading.Barrier(2)
+
+    def main(number):
+        try:
+            start.wait()
+            work(number)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=main, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_c37_two_threads_with_groups_of_their_own():
+    x, starts = torch.arange(48, dtype=torch.float64).view(2, 3, 8) / 48, [made(1), made(2)]
+
+    def train(number):
+        def main(rank, group):
+            reference, model = copy.deepcopy(starts[number]), apply(copy.deepcopy(starts[number]), None, group)
+            for _ in range(50):
+                (sum(reference(each).square().sum() for each in x) / 2).backward()
+                model(x[rank]).square().sum().backward()
+                for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+                    torch.testing.assert_close(found.grad, wanted.grad)
+
+        run_ranks(2, main)
+
+    assert in_two_threads(train) == []
+
+
+def test_c37_two_threads_on_one_model_are_loud():
+    def main(_, group):
+        model = apply(made(), None, group, small_bytes=0)
+
+        def work(number):
+            for _ in range(200):
+                model(torch.ones(3, 8, dtype=torch.float64)).sum().backward()
+
+        return in_two_threads(work)
+
+    assert all(run_ranks(2, main, timeout_s=3))

@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import flashoverlap.torch as fo
+from flashoverlap.torch import call
 from ranks import run_ranks
 from unsharded import (
     ALL_REDUCE,
@@ -44,6 +45,66 @@ def test_float32(op):
     check_all(3, [Problem(op, (2, 9, 16), dtype=torch.float32)], MODES, 1e-5)
 
 
+# --- few rows: pieces of features -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def along_features(monkeypatch):
+    """Cuts all sums of products along features, however many rows there are."""
+
+    def choose(overlap, op, rows, *, sizes=None, **more):
+        choice = chosen(overlap, op, rows, sizes=sizes, **more)
+        turns = op.startswith("all_reduce") and "out" in (sizes or {}) and choice.mode != "collective"
+        return choice._replace(along="features") if turns else choice
+
+    chosen = call.choose
+    monkeypatch.setattr(call, "choose", choose)
+
+
+FEW = (((1, 5), 0), ((2, 1, 9), -2), ((3, 5), -2), ((0, 5), 0), ((17, 5), 0))  # one row; none; more than features
+SUMMED = (ALL_REDUCE, ALL_REDUCE_GRAD, ALL_REDUCE_GRAD_QKV)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])  # eight have fewer features than ranks, too
+@pytest.mark.parametrize("op", SUMMED, ids=str)
+def test_pieces_of_features(op, n, along_features):
+    fo.report().clear()
+    shapes = FEW if n < 8 else FEW[:3]
+    check_all(n, [Problem(op, shape, dim) for shape, dim in shapes])
+    moved = [record for record in fo.report() if record.mode_taken == "flash"]
+    assert {record.op for record in moved} <= {"linear_all_reduce", "all_reduce_grad_linear backward"}
+    assert moved
+    assert all(record.detail.endswith("along features") for record in moved)
+
+
+@pytest.mark.parametrize("op", SUMMED, ids=str)
+def test_pieces_of_features_in_float32(op, along_features):
+    check_all(3, [Problem(op, (9, 16), 0, dtype=torch.float32)], MODES, 1e-5)
+
+
+def test_pieces_of_features_only_for_what_wants_a_gradient(along_features):
+    problems = [Problem(op, (1, 5), 0, wants=wants) for op in SUMMED[:2] for wants in ("", "x", "w", "b", "xw", "wb")]
+    check_all(2, problems)
+
+
+@pytest.mark.parametrize("op", [ALL_REDUCE, ALL_REDUCE_GRAD], ids=str)
+def test_pieces_of_features_in_half_precision(op, along_features):
+    check_half_precision(op, torch.bfloat16)
+
+
+def test_pieces_of_features_have_the_same_bits_on_all_ranks_again_and_again(along_features):
+    problem = Problem(ALL_REDUCE, (4, 30), 0, dtype=torch.bfloat16, forward_only=True)
+
+    def main(rank, group):
+        return [
+            [problem.run(rank, group, overlap)[0][0] for _ in range(2)] for overlap in MODES if overlap.mode == "flash"
+        ]
+
+    for first, *others in zip(*run_ranks(3, main), strict=True):
+        for outputs in (first, *others):
+            assert all(torch.equal(first[0], output) for output in outputs)
+
+
 # --- half precision: the bounds of the numerics contract --------------------------------------------------------------
 
 
@@ -60,6 +121,10 @@ def partials(op, problem, n):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("op", [COLUMN, ROW, ALL_REDUCE, ALL_REDUCE_GRAD], ids=str)
 def test_half_precision_rounds_each_partial_once_and_the_sum_once(op, dtype):
+    check_half_precision(op, dtype)
+
+
+def check_half_precision(op, dtype):
     n, unit = 4, torch.finfo(dtype).eps / 2
     problem = Problem(op, (18, 32), 0, dtype=dtype)
     summed = partials(op, problem, n)

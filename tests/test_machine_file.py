@@ -111,7 +111,7 @@ def test_a_new_number_of_a_machine_is_a_new_version():
     assert (VERSION, numbers) == (
         3,
         {
-            Machine: ["link", "kernels", "add", "ports", "contention", "issue_s", "post_s", "notice_s", "collective_efficiency", "matmul", "nodes", "uplink", "links"],
+            Machine: ["link", "kernels", "add", "ports", "contention", "issue_s", "post_s", "notice_s", "collective_efficiency", "collective_fixed_s", "matmul", "nodes", "uplink", "links"],
             Link: ["latency_s", "bytes_per_s", "sizes", "burst_bytes"],
             Kernel: ["fixed_s", "seconds_per_row", "products", "attention"],
             Matmul: ["flops_per_s", "fixed_s", "memory_bytes_per_s", "efficiency", "activation_s", "attention", "keys_at_once"],

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import flashoverlap.torch as fo
+from flashoverlap.choice import Choice
+from flashoverlap.torch import call
 from ranks import named, run_ranks
 from unsharded import HIDDEN, MLP, MODES, SHAPES, Problem, mlp_operator, shard
 
@@ -46,6 +48,70 @@ def test_an_activation_may_work_row_by_row():
 def test_an_activation_may_give_back_its_input():
     check_all(2, [Problem(mlp_operator(lambda rows: rows, gated), (7, 5), 0) for gated in (True, False)])
 
+
+# --- layer by layer ---------------------------------------------------------------------------------------------------
+
+LAYERS = [
+    Choice(mode, pattern, splits, "planned", "the layers are faster by themselves")
+    for mode, pattern, splits in (
+        ("flash", "direct", 1),
+        ("flash", "direct", 3),
+        ("flash", "ring", 2),
+        ("slice", "sliced", 2),
+        ("off", "sliced", 1),
+        ("collective", "collective", 1),
+    )
+]
+
+
+@pytest.fixture
+def per_layer(monkeypatch):
+    """Runs every MLP layer by layer: of each run of a rank, the next two of the given layers."""
+    chosen, given = call.choose, list(itertools.product(LAYERS, repeat=2))
+
+    def choose(overlap, op, rows, **more):
+        choice = chosen(overlap, op, rows, **more)
+        if op not in ("mlp", "mlp_backward"):
+            return choice
+        layers = given[(overlap.splits or 0) % len(given)]
+        return Choice("layers", "both", 1, "planned", "the layers are faster by themselves", layers=layers)
+
+    monkeypatch.setattr(call, "choose", choose)
+    return [fo.Overlap(splits=index) for index in range(1, len(given))]  # splits tell which layers
+
+
+@pytest.mark.parametrize("op", [MLP, PLAIN], ids=["gated", "plain"])
+def test_layer_by_layer(op, per_layer):
+    check_all(3, [Problem(op, (2, 9, 5))], per_layer)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_layer_by_layer_on_other_numbers_of_ranks(n, per_layer):
+    check_all(n, [Problem(MLP, shape, dim) for shape, dim in SHAPES if n < 8 or shape == (3, 5)], per_layer[::9])
+
+
+def test_layer_by_layer_half_precision_and_frozen_tensors(per_layer):
+    check_all(2, [Problem(MLP, (9, 16), 0, dtype=torch.float32)], per_layer[::5], 1e-5)
+    check_all(2, [Problem(MLP, (9, 16), 0, dtype=torch.bfloat16, forward_only=True)], per_layer[::5], 0.1)
+    for wants in (["x"], ["up"], ["down", "x"], ["gate_bias"]):
+        check_all(2, [Problem(MLP, (5, 5), 0, wants=wants)], per_layer[:1])
+
+
+def test_each_layer_has_a_record_of_its_own(per_layer):
+    fo.report().clear()
+    check_all(2, [Problem(MLP, (8, 5), 0)], [fo.Overlap(splits=11)])  # 3 splits, then the backend's own
+    records = [(record.op, record.mode_taken, record.detail, record.calls) for record in fo.report()]
+    both = [("flash", "direct x3", 2), ("collective", "", 2)]
+    assert records == [(op, *layer) for op in ("mlp", "mlp backward") for layer in both]
+    assert {record.reason for record in fo.report()} == {"the layers are faster by themselves"}
+
+
+def test_an_activation_that_raises_on_one_rank_layer_by_layer(per_layer):
+    test_an_activation_that_raises_on_one_rank_is_loud_on_all_and_the_group_lives(2)
+    test_an_activation_that_raises_in_backward_on_one_rank()
+
+
+# --- biases, and what wants a gradient --------------------------------------------------------------------------------
 
 BIASES = ("up_bias", "gate_bias", "down_bias")
 

@@ -49,7 +49,7 @@ OPERATORS = {
 def test_every_operator_is_planned_with_schedules_that_are_right(op, ranks, rows):
     found = plan(op, {"rows": rows, **OPERATORS[op]}, GIGABIT, ranks=ranks)
     for candidate in found.candidates:
-        assert verify(replace(found, candidates=(candidate,)).schedule())
+        assert all(map(verify, replace(found, candidates=(candidate,)).schedules()))
         assert found.bound_s <= candidate.seconds * (1 + 1e-9)
     assert found.predicted_s <= 1.01 * min(each.seconds for each in found.candidates)
     assert found.exposed_s == found.predicted_s - found.compute_s
@@ -208,6 +208,41 @@ def test_rounds_are_spread_over_nodes_where_the_uplink_is_what_holds_them_up():
     assert found.choice.mode == "collective"  # as a ring, which takes every piece to a node once
     slow = plan("all_gather_linear", blocks, replace(narrow, collective_efficiency=0.1))
     assert slow.choice.pattern == "ring"
+
+
+FAST = Machine(
+    Link(1e-6, 2e9), matmul=Matmul(5e12, 2e-5, 1e12), issue_s=1e-6, collective_efficiency=0.6, contention=0.1
+)
+
+
+def test_layers_one_after_the_other_where_that_is_surely_faster():
+    shape = {"rows": 64, "features": 1024, "hidden": 256}
+    found = plan("mlp backward", shape, FAST, ranks=8)
+    assert (found.choice.mode, found.code, str(found.choice)) == (
+        "layers",
+        "planned",
+        f"per layer: {found.layers[0].choice}; {found.layers[1].choice}",
+    )
+    assert [layer.flow for layer in found.layers] == ["row_backward", "column_backward"]
+    assert found.predicted_s == pytest.approx(sum(layer.predicted_s for layer in found.layers))
+    assert 1.05 * found.predicted_s < min(each.seconds for each in found.candidates[1:])
+    assert found.compute_s == pytest.approx(sum(layer.compute_s for layer in found.layers))
+    assert found.schedules() == tuple(layer.schedule() for layer in found.layers)
+    with pytest.raises(ValueError, match="mlp backward runs layer by layer"):
+        found.schedule()
+    for overlap in (Overlap("flash"), Overlap(splits=1), Overlap(pattern="ring"), Overlap("off")):
+        assert not plan("mlp backward", shape, FAST, ranks=8, overlap=overlap).layers  # whoever asks for one schedule
+    named = replace(FAST, kernels={name: Kernel(0.0, 1e-6) for name in ("up", "down", "wgrad_up", "wgrad_down")})
+    assert not plan("mlp backward", shape, named, ranks=8).layers
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_whole_is_as_fast_as_its_layers_where_there_is_much_to_do(ranks):
+    for op in ("mlp", "mlp backward"):
+        for rows in (512, 2048, 8192):
+            found = plan(op, {"rows": rows, **MLP}, GIGABIT, ranks=ranks)
+            assert found.choice.mode == "flash"
+            assert found.predicted_s <= 1.02 * sum(layer.predicted_s for layer in found.layers) or not found.layers
 
 
 def test_one_slow_rank_is_planned_for():

@@ -39,7 +39,7 @@ def test_what_was_said_of_a_step_is_the_median_if_it_was_always_planned():
 
 def test_auto_is_compared_with_the_best_of_the_same_point():
     def point(mode, seconds, link="1gbit", error=0.1):
-        place = {"case": "mlp", "shape": {"seq": 1}, "link": link, "pass": "forward"}
+        place = {"case": "mlp", "shape": {"seq": 1}, "ranks": 2, "link": link, "uplink": None, "pass": "forward"}
         rounds = [slowly * seconds for slowly in (1, 3, 5)]
         return {**place, "mode": mode, "measured_seconds": 3 * seconds, "rounds": rounds, "error": error}
 
@@ -56,7 +56,8 @@ def test_auto_is_compared_with_the_best_of_the_same_point():
 def test_every_point_of_the_grid_can_be_run():
     full = list(prediction.grid(list(prediction.CASES), quick=False, repeats=3))
     quick = list(prediction.grid(["mlp"], quick=True, repeats=3))
-    assert len(full) == 4 * 4 * 3 * 2 + 4 * 3  # dp is training in any case
+    assert len(full) == 4 * (4 * 3 * 2 + 1) + 4 * 3 + 1  # dp is training in any case, and each has a point on two nodes
+    assert [each.ranks_of_nodes for each in full if each.nodes > 1] == [(2, 2)] * 5
     assert len(quick) == 4
     assert "slice" in full[0].modes
     assert all(("slice" in each.modes) != (each.shape.case == "ulysses") for each in full)  # written by hand there

@@ -50,11 +50,12 @@ def collective_cost(
         if op.kind != ops[0].kind:
             raise ScheduleError(f"{ops[0].kind} on rank 0 meets {op.kind} on rank {rank}")
     moved = [round(_collective_bytes(op, ranks, schedule)) for op in ops]
-    rounds = (ranks - 1) * (2 if ops[0].kind == "all_reduce" else 1)
+    parts = 2 if ops[0].kind == "all_reduce" else 1  # a reduce-scatter and an all-gather
     sharing = 1.0
     if ops[0].kind == "all_to_all" and len(machine.nodes) > 1:
         sharing = max(size * (ranks - size) / (ranks - 1) for size in machine.nodes)
-    return machine.collective_s(rounds, max(moved), sharing), moved
+    seconds = machine.collective_s(parts * (ranks - 1), max(moved), sharing)
+    return seconds + (parts * machine.collective_fixed_s if seconds else 0.0), moved
 
 
 def _collective_bytes(op: Collective, ranks: int, schedule: Schedule) -> float:

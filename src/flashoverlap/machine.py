@@ -104,6 +104,7 @@ class Machine:
         notice_s: from the end of a transfer until its ranks know of it, since who waits has to be woken. Meanwhile the
             wire goes on, and so does a program that does not wait.
         collective_efficiency: share of ``bytes_per_s`` that the backend's own collectives reach.
+        collective_fixed_s: what one of them takes beyond that and the latencies, however little it moves.
         matmul: what a matmul of any shape takes; the planner makes kernels of it that ``kernels`` does not have.
         nodes: how many ranks each node has, in the order of the ranks; all in one node unless given.
         uplink: what a node's ranks share for all that leaves the node, and for all that comes to it: its numbers are
@@ -124,6 +125,7 @@ class Machine:
     post_s: float = 0.0
     notice_s: float = 0.0
     collective_efficiency: float = 1.0
+    collective_fixed_s: float = 0.0
     matmul: Matmul | None = None
     nodes: tuple[int, ...] = ()
     uplink: Link | None = None
@@ -135,7 +137,7 @@ class Machine:
                 raise ValueError(f"kernel {name!r} must be a Kernel, not {kernel!r}")
         if not isinstance(self.ports, int) or self.ports < 1:
             raise ValueError(f"ports must be a whole number of 1 or more, not {self.ports!r}")
-        for name in ("contention", "issue_s", "post_s", "notice_s"):
+        for name in ("contention", "issue_s", "post_s", "notice_s", "collective_fixed_s"):
             check_number(name, getattr(self, name))
         check_number("collective_efficiency", self.collective_efficiency, positive=True)
         for count in self.nodes:
@@ -150,8 +152,9 @@ class Machine:
     @cached_property
     def _hash(self) -> int:
         kernels = frozenset(self.kernels.items())
-        numbers = (self.ports, self.contention, self.issue_s, self.post_s, self.notice_s, self.collective_efficiency)
-        return hash((self.link, kernels, self.add, *numbers, self.matmul, self.nodes, self.uplink, self.links))
+        steps = (self.ports, self.contention, self.issue_s, self.post_s, self.notice_s)
+        collective = (self.collective_efficiency, self.collective_fixed_s)
+        return hash((self.link, kernels, self.add, steps, collective, self.matmul, self.nodes, self.uplink, self.links))
 
     def __hash__(self) -> int:
         return self._hash

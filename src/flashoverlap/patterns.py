@@ -60,11 +60,15 @@ def build(
         ValueError: an unknown ``op``.
     """
     widths = tuple(sorted((row_bytes or {}).items()))
-    small = len(rows) ** 2 * splits <= _MOST_CACHED
-    return (_build if small else _build.__wrapped__)(op, tuple(rows), pattern, splits, widths, nodes)
+    build_it = _build if _is_small(len(rows), splits) else _build.__wrapped__
+    return build_it(op, tuple(rows), pattern, splits, widths, nodes)
 
 
 _MOST_CACHED = 2**14  # exchanges of all ranks, about 10 MB of schedule; a larger one lives as long as its user does
+
+
+def _is_small(ranks: int, splits: int) -> bool:
+    return ranks**2 * splits <= _MOST_CACHED
 
 
 @lru_cache(maxsize=256)
@@ -76,7 +80,9 @@ def _build(
     check_arguments(op, rows, pattern, splits, nodes)
     pieces = Pieces(n, splits, nodes if pattern in ("direct", "sliced") else 1)
     period = n // pieces.nodes if pieces.nodes > 1 else 1
-    programs = Programs(partial(_PROGRAMS[pattern], flow, pieces), n, period if len(set(rows)) == 1 else n)
+    programs = (_programs if _is_small(n, splits) else _programs.__wrapped__)(
+        op, pattern, n, splits, pieces.nodes, period if len(set(rows)) == 1 else n
+    )
     width = dict(widths)
     letters = dict.fromkeys((*flow.letters, "z" if flow.reduce else "", flow.extra))
     sizes = [
@@ -88,6 +94,12 @@ def _build(
     ]
     sizes += [(w.write, Size(1, width.get(w.write, 1))) for w in flow.wgrads]
     return Schedule(op, programs, tuple(sizes))
+
+
+@lru_cache(maxsize=256)
+def _programs(op: str, pattern: str, ranks: int, splits: int, nodes: int, period: int) -> Programs:
+    """The programs, which know of no sizes: one more number of rows costs none anew."""
+    return Programs(partial(_PROGRAMS[pattern], flow_of(op), Pieces(ranks, splits, nodes)), ranks, period)
 
 
 def check_arguments(op: str, rows: Sequence[int], pattern: str, splits: int, nodes: int = 1) -> None:

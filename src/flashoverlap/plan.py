@@ -1,60 +1,30 @@
 """Which schedule a call should run: every candidate is replayed on a machine, and the fastest is taken.
 
 The candidates are what the operators can run: the backend's collective, the ideal bytes with nothing overlapped (off),
-data slicing, and the decomposed patterns with every useful number of splits, over nodes in either order of rounds.
+data slicing, and the decomposed patterns with every useful number of splits, over nodes in either order of rounds; and
+where rows are few, the same with pieces cut along features, if the operator can.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import lru_cache
 
-from .all_to_all import all_to_all
-from .costs import ComputeCosts
-from .flow import ALL_TO_ALLS, flow_of
+from .candidate import Candidate, families, plain
+from .cut import Cut, cuts_of, schedule
 from .machine import Machine
-from .overlap import Overlap
-from .patterns import build, split_sizes
-from .schedule import Compute, Schedule
+from .overlap import MODES, Overlap
+from .schedule import Schedule
 from .simulate import simulate
-from .wire_bound import least_seconds_in_parts, least_wire_seconds
-from .workload import Workload, workload
 
 Sizes = tuple[tuple[str, int | tuple[int, ...]], ...]
 
-_SLICES = (2, 4, 8)
-_SPLITS = (1, 2, 4, 8, 16)
-_FEWEST_ROWS = 8  # in a split: fewer are no matmul any more
-_MOST_PARTS = 512  # pieces times splits: more messages than that never paid
-_WHOLE_ROWS = 64  # rows of a piece from which on pieces may be taken as equal, which is off by one row each
 _WORSE = 0.02  # with as much more than the best before it, no larger number of parts is tried
 _TIE = 0.01  # candidates as close as this are taken as equal, since no prediction is better
+_SURE = 0.05  # by as much, layers one after the other must be faster: less of it was not found again on a wire
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-
-
-class Candidate(NamedTuple):
-    """A schedule that a call can run, and what it is predicted to take on the slowest rank.
-
-    ``mode`` is as in :class:`~flashoverlap.overlap.Overlap`, ``nodes`` the number of nodes that rounds are spread over.
-    """
-
-    mode: str
-    pattern: str
-    splits: int
-    nodes: int = 1
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        if self.mode in ("collective", "off"):
-            return self.mode
-        over = f" over {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{self.mode} {self.pattern} x{self.splits}{over}"
-
-
-_DIRECT = Candidate("flash", "direct", 1)
 
 
 @dataclass(frozen=True)
@@ -65,6 +35,8 @@ class Plan:
         op: as it was asked for.
         flow: of the operator.
         rows: of each rank's piece, as planned.
+        row_bytes: of a row, by letter of the piece, as the taken candidate moves it.
+        tensors: how many move side by side.
         candidates: the one that is taken, then all others by predicted seconds; those that could not be taken are left
             out where that was plain without simulating them.
         compute_s: the kernels of a rank, unsplit, with nothing moved.
@@ -72,6 +44,9 @@ class Plan:
         code: "planned", "plain" where nothing overlapped is predicted to be as fast, "only" where one candidate was
             asked for, or "one_rank".
         reason: the same as a sentence.
+        features: of each rank's piece, where pieces may be cut along features.
+        feature_bytes: of a feature, by letter of the piece.
+        layers: the plan of each layer of the call, where they might be run one after the other instead.
     """
 
     op: str
@@ -84,6 +59,9 @@ class Plan:
     wire_s: float
     code: str
     reason: str
+    features: tuple[int, ...] = ()
+    feature_bytes: tuple[tuple[str, int], ...] = ()
+    layers: tuple[Plan, ...] = ()
 
     @property
     def choice(self) -> Candidate:
@@ -110,9 +88,17 @@ class Plan:
         """No schedule takes less: the longer of the kernels and the busiest wire."""
         return max(self.compute_s, self.wire_s)
 
+    def schedules(self) -> tuple[Schedule, ...]:
+        """What is taken: one schedule, or that of each layer, which run one after the other."""
+        return tuple(layer.schedule() for layer in self.layers) if self.choice.mode == "layers" else (self.schedule(),)
+
     def schedule(self) -> Schedule:
-        """The schedule that is taken."""
-        return _schedule(self.flow, self.rows, self.row_bytes, self.tensors, self.choice)
+        """The schedule that is taken; ValueError where each layer has one of its own."""
+        if self.choice.mode == "layers":
+            raise ValueError(f"{self.op} runs layer by layer, each with a schedule of its own: schedules()")
+        turned = self.choice.along == "features"
+        pieces, nbytes = (self.features, self.feature_bytes) if turned else (self.rows, self.row_bytes)
+        return schedule(self.flow, pieces, nbytes, self.tensors, self.choice)
 
     def __str__(self) -> str:
         rows = f"{sum(self.rows)} rows on {len(self.rows)} ranks"
@@ -172,102 +158,85 @@ def _plan(op: str, sizes: Sizes, machine: Machine, ranks: int, dtype: str, overl
     if dtype not in ITEMSIZE:
         raise ValueError(f"{op}: dtype must be one of {', '.join(ITEMSIZE)}, not {dtype!r}")
     machine.check_ranks(ranks)
-    work = workload(op, shape, ranks)
-    rows = _pieces(total, ranks)
-    on = work.on(machine, sum(rows), ITEMSIZE[dtype])
-    return _Planner(op, work, rows, on, dtype, overlap).plan()
-
-
-def _pieces(total: int, ranks: int) -> tuple[int, ...]:
-    """Rows of each piece, taken as equal where that is off by little: ranks are then alike, and quickly simulated."""
-    rows = split_sizes(total, ranks)
-    return tuple(rows) if rows[0] < _WHOLE_ROWS else (rows[0],) * ranks
+    itemsizes = ITEMSIZE[dtype], max(ITEMSIZE[dtype], ITEMSIZE[overlap.accumulate_dtype])
+    return _Planner(op, cuts_of(op, shape, total, ranks, machine, itemsizes), overlap).plan()
 
 
 class _Planner:
-    """One call on a machine that has its kernels."""
+    """One call on a machine, with pieces cut in one way or in several."""
 
-    def __init__(
-        self, op: str, work: Workload, rows: tuple[int, ...], machine: Machine, dtype: str, overlap: Overlap
-    ) -> None:
-        self.op, self.work, self.rows, self.machine, self.overlap = op, work, rows, machine, overlap
-        itemsize = ITEMSIZE[dtype]
-        accumulated = max(itemsize, ITEMSIZE[overlap.accumulate_dtype])
-        self.row_bytes = {
-            travels: tuple(sorted(work.row_bytes(itemsize, travels).items())) for travels in (itemsize, accumulated)
-        }
-        self.itemsize, self.accumulated = itemsize, accumulated
+    def __init__(self, op: str, cuts: Sequence[Cut], overlap: Overlap, modes: Sequence[str] = MODES) -> None:
+        self.op, self.cuts, self.overlap, self.modes = op, cuts, overlap, modes
+        self.compute_s = cuts[0].compute_s()
 
     def plan(self) -> Plan:
         """Simulates what could be taken, and takes the simplest of those that are as fast as the fastest."""
-        compute_s, wire_s = self.bounds()
-        search = _Search(max(compute_s, wire_s))
-        search.found += (self.simulated(each) for each in _plain(self.overlap, self.rows))
-        if not search.settled:
-            direct = self.schedule(_DIRECT)
-            least = cache(lambda parts: least_seconds_in_parts(direct, self.machine, parts, compute_s))
-            for family in _families(self.overlap, self.rows, self._orders()):
-                self.explore(family, search, least)
-        choice, found = search.taken, search.found
+        rows, features = self.cuts[0], self.cuts[-1]
+        wire_s = min(cut.wire_s() for cut in self.cuts)
+        search = _Search(max(self.compute_s, wire_s))
+        for cut in self.cuts:
+            each = plain(self.overlap, len(rows.pieces), cut.along)
+            search.found += (self.simulated(cut, candidate) for candidate in each if candidate.mode in self.modes)
+        for cut in self.cuts[::-1]:  # where rows are few, features are the faster as a rule
+            if not search.settled:
+                for family in families(self.overlap, cut.pieces, cut.orders(self.overlap), cut.along):
+                    self.explore(cut, family, search)
+        choice, found, layers = search.taken, search.found, self.layers(search)
+        if layers:
+            each = "; ".join(str(layer.choice) for layer in layers)
+            found.append(Candidate("layers", each, 1, seconds=sum(layer.predicted_s for layer in layers)))
+            choice = found[-1] if found[-1].seconds * (1 + _SURE) < choice.seconds else choice
         others = sorted((each for each in found if each is not choice), key=lambda each: (each.seconds, each))
-        code, reason = _reason(choice, others, len(self.rows))
-        row_bytes = self.row_bytes[self.travels(choice)]
-        flow, tensors = self.work.flow, self.work.tensors
-        return Plan(self.op, flow, self.rows, row_bytes, tensors, (choice, *others), compute_s, wire_s, code, reason)
+        code, reason = _reason(choice, others, len(rows.pieces))
+        by_features = (features.pieces, features.row_bytes(choice)) if len(self.cuts) > 1 else ((), ())
+        return Plan(
+            self.op, rows.work.flow, rows.pieces, rows.row_bytes(choice), rows.work.tensors, (choice, *others),
+            self.compute_s, wire_s, code, reason, *by_features, layers,
+        )  # fmt: skip
 
-    def _orders(self) -> list[tuple[str, int]]:
-        """Patterns, and over how many nodes their rounds are spread, that may hide communication."""
-        sizes, pattern = self.machine.nodes, self.overlap.pattern
-        orders = [("direct", 1)] if pattern == "direct" else []
-        blocks = flow_of(self.work.flow).swap is not None
-        if self.machine.uplink is not None and len(set(sizes)) == 1 and 1 < len(sizes) < len(self.rows):
-            orders += [("direct", len(sizes))] if orders and not blocks else []
-        # an all-to-all sends every block once, and round a ring each as far as it has to go
-        if pattern == "ring" or (self.overlap.mode == "auto" and not blocks):
-            orders.append(("ring", 1))
-        return orders
+    def layers(self, search: _Search) -> tuple[Plan, ...]:
+        """Plans of the layers one after the other, where that could be faster; ranks wait for each other in between."""
+        asked = self.overlap.mode != "auto" or self.overlap.pattern != "direct" or self.overlap.splits
+        if asked or search.settled or not self.cuts[0].layers:
+            return ()
+        # not the backend's own collectives: measured beside others they take longest over what a plan says
+        modes = [mode for mode in MODES if mode != "collective"]
+        layers = [_Planner(cut.work.flow, [cut], self.overlap, modes) for cut in self.cuts[0].layers]
+        least_s = sum(layer.least_s() for layer in layers)
+        return tuple(layer.plan() for layer in layers) if least_s * (1 + _SURE) < search.taken.seconds else ()
 
-    def travels(self, candidate: Candidate) -> int:
-        """Bytes of a value of a partial sum on the wire: where what is sent is a sum already, that of the sum."""
-        return self.accumulated if candidate.pattern in ("ring", "collective") else self.itemsize
+    def least_s(self) -> float:
+        """Seconds below which no schedule comes: kernels are slower while the wire is busy, or wait for it."""
+        contention, wire_s = self.cuts[0].machine.contention, self.cuts[0].wire_s()
+        return max(self.compute_s + wire_s * contention / (1 + contention), wire_s)
 
-    def schedule(self, candidate: Candidate) -> Schedule:
-        row_bytes = self.row_bytes[self.travels(candidate)]
-        return _schedule(self.work.flow, self.rows, row_bytes, self.work.tensors, candidate)
-
-    def simulated(self, candidate: Candidate) -> Candidate:
+    def simulated(self, cut: Cut, candidate: Candidate) -> Candidate:
         """The candidate with what the slowest rank takes."""
-        return candidate._replace(seconds=simulate(self.schedule(candidate), self.machine, spans=False).makespan_s)
+        return candidate._replace(seconds=simulate(cut.schedule(candidate), cut.machine, spans=False).makespan_s)
 
-    def explore(self, family: Sequence[Candidate], search: _Search, least: Callable[[int], float]) -> None:
-        """Simulates more and more parts, as long as more could be taken; ``least`` seconds are needed for so many.
+    def explore(self, cut: Cut, family: Sequence[Candidate], search: _Search) -> None:
+        """Simulates more and more parts, as long as more could be taken.
 
         Each part more costs a message and a kernel call, so after one that is clearly worse than one before it none is
         better. And twice as many save half of what the last ones saved: what the last two numbers of parts differ by
         is the most that all larger ones can save.
         """
-        on = self.machine
+        on = cut.machine
         # where small transfers were measured to go at a rate of their own, no number of parts tells of another
         steady = not any(link.sizes for link in (on.link, *on.links, *([on.uplink] if on.uplink else [])))
+        least = [cut.least_s(each.splits, self.compute_s) for each in family]
         seconds: list[float] = []
         for at, each in enumerate(family):
-            floor_s = min(least(more.splits) for more in family[at:])
-            earlier = [other.seconds for other in search.found if other[1:4:2] == each[1:4:2]]  # pattern and nodes
+            floor_s = min(least[at:])
+            earlier = [other.seconds for other in search.found if other.family == each.family]
             if steady and len(earlier) > 1:
                 floor_s = max(floor_s, 2 * earlier[-1] - earlier[-2])
             if not search.wants(each, floor_s):
                 return
-            search.found.append(self.simulated(each))
+            search.found.append(self.simulated(cut, each))
             seconds.append(search.found[-1].seconds)
             if seconds[-1] > (1 + _WORSE) * min(seconds):
                 return
-
-    def bounds(self) -> tuple[float, float]:
-        """Seconds of the kernels, unsplit, and of the busiest wire at its bandwidth."""
-        whole = self.schedule(Candidate("collective", "collective", 1))
-        costs = ComputeCosts(whole, self.machine)
-        kernels = (op for op in whole.programs[0] if isinstance(op, Compute) and op.kernel)
-        return sum(map(costs.kernel_seconds, kernels)), least_wire_seconds(self.schedule(_DIRECT), self.machine)
 
 
 class _Search:
@@ -282,7 +251,8 @@ class _Search:
     def taken(self) -> Candidate:
         """The simplest of those that are as fast as the fastest can be."""
         best_s = min(self._skipped_s, *(each.seconds for each in self.found))
-        return min((each for each in self.found if each.seconds <= best_s * (1 + _TIE)), key=_simplicity)
+        near = (each for each in self.found if each.seconds <= best_s * (1 + _TIE))
+        return min(near, key=lambda each: each.simplicity)
 
     @property
     def settled(self) -> bool:
@@ -294,64 +264,12 @@ class _Search:
         if len(self.found) < 2:  # of what was asked for, the best and the runner-up
             return True
         taken, floor_s = self.taken, max(self._least_s, floor_s)
-        if _simplicity(candidate) < _simplicity(taken):
+        if candidate.simplicity < taken.simplicity:
             return floor_s <= min(each.seconds for each in self.found) * (1 + _TIE)
         if floor_s * (1 + _TIE) < taken.seconds:
             return True
         self._skipped_s = min(self._skipped_s, floor_s)
         return False
-
-
-def _schedule(
-    flow: str, rows: tuple[int, ...], row_bytes: tuple[tuple[str, int], ...], tensors: int, candidate: Candidate
-) -> Schedule:
-    _, pattern, splits, nodes, _ = candidate
-    if flow_of(flow).swap is None:
-        return build(flow, rows, pattern=pattern, splits=splits, row_bytes=dict(row_bytes), nodes=nodes)
-    # where blocks are summed they are the target's rows, else the source's
-    summed = ALL_TO_ALLS[flow.partition("-")[0]].reduce
-    blocks = [rows] * len(rows) if summed else [[own] * len(rows) for own in rows]
-    return all_to_all(blocks, op=flow, pattern=pattern, splits=splits, tensors=tensors, row_bytes=dict(row_bytes))
-
-
-def _plain(overlap: Overlap, rows: Sequence[int]) -> Iterable[Candidate]:
-    """What overlaps nothing and may be taken."""
-    both = overlap.mode == "auto" and len(rows) > 1
-    if both or overlap.mode == "collective":
-        yield Candidate("collective", "collective", 1)
-    if both or overlap.mode == "off":
-        yield Candidate("off", "sliced", 1)
-
-
-def _families(
-    overlap: Overlap, rows: Sequence[int], orders: Iterable[tuple[str, int]]
-) -> Iterable[Sequence[Candidate]]:
-    """What overlaps something and may be taken, the fastest first as a rule, so that others need not be simulated:
-    sequences that differ in the number of parts alone."""
-    if overlap.mode == "auto" and len(rows) == 1:
-        yield [Candidate("flash", overlap.pattern, 1)]
-        return
-    if overlap.mode in ("flash", "auto"):
-        for pattern, nodes in orders:
-            yield [Candidate("flash", pattern, splits, nodes) for splits in _parts(overlap.splits, _SPLITS, rows)]
-    if overlap.mode in ("slice", "auto"):
-        counts = _parts(overlap.slices, _SLICES, rows)
-        if overlap.mode == "slice" and not counts:  # what was asked for is done, with however few rows
-            counts = _parts(_SLICES[0], _SLICES, rows)
-        yield [Candidate("slice", "sliced", slices) for slices in counts]
-
-
-def _simplicity(candidate: Candidate) -> tuple[object, ...]:
-    modes = ("collective", "off", "slice", "flash")
-    return modes.index(candidate.mode), candidate.splits, candidate.pattern, candidate.nodes
-
-
-def _parts(asked: int | None, known: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
-    """How many parts of a piece are worth a try: as many as asked for, if there are rows for them."""
-    if asked is not None:
-        return (min(asked, max(1, *rows)),)
-    most = min(max(rows) // _FEWEST_ROWS, _MOST_PARTS // len(rows))
-    return [parts for parts in known if parts <= max(1, most)]
 
 
 def _reason(choice: Candidate, others: Sequence[Candidate], ranks: int) -> tuple[str, str]:

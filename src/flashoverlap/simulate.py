@@ -65,9 +65,12 @@ class _Replay:
         self.times: list[float] = []
         self.agenda: dict[float, list[tuple[Handler, SimulatedRank, int]]] = {}
         self.costs = ComputeCosts(schedule, machine)
-        self.transfer_costs: dict[tuple[str, int, int] | str, float] = {}
+        self.nbytes: dict[str, int] = {}
+        self.transfer_costs: dict[tuple[int, int, int], float] = {}
         links = machine.links or (machine.link,)
-        self.links_alike = len(set(links)) == 1
+        kinds = {link: number for number, link in enumerate(links)}
+        self.wire_of = [kinds[link] for link in machine.links] or [0] * schedule.ranks
+        self.node_of = machine.node_of
         self.uplinks = Uplinks(machine, period) if machine.node_of else None
         self.on_resume, self.on_arrival, self.on_notice = self._resume, self._arrival, self._notice  # bound once
         self.bursts = Bursts(machine, period) if any(link.burst_bytes for link in links) else None
@@ -126,11 +129,12 @@ class _Replay:
         program, now = rank.program, self.now
         while rank.next_op < len(program):
             op = program[rank.next_op]
-            cost_s = self.issue_s if isinstance(op, Compute) else self.post_s
-            if cost_s and not rank.issued:
-                rank.issued = True
-                self._at(now + cost_s, self.on_resume, rank, rank.version)
-                return
+            if not rank.issued:
+                cost_s = self.issue_s if isinstance(op, Compute) else self.post_s
+                if cost_s:
+                    rank.issued = True
+                    self._at(now + cost_s, self.on_resume, rank, rank.version)
+                    return
             if isinstance(op, Compute):
                 if not self._is_read(rank, op):
                     rank.started_s = now
@@ -150,7 +154,7 @@ class _Replay:
     def _is_read(self, rank: SimulatedRank, op: Compute) -> bool:
         """Whether all that ``op`` reads is there; if not, notes what it waits for."""
         if rank.unread is None:
-            rank.unread = iter(op.reads + op.adds)
+            rank.unread = iter(op.reads + op.adds if op.adds else op.reads)
         latest, arrived = rank.latest, rank.arrived
         for name in rank.unread:
             index = latest.get(name)
@@ -228,7 +232,7 @@ class _Replay:
         rank.leaving += 1
         other.received += 1
         other.arriving += 1
-        if self.uplinks is not None and self.machine.crosses(rank.number, op.to):
+        if self.uplinks is not None and self.node_of[rank.number] != self.node_of[op.to]:
             place, nbytes = (other.number, index), self.schedule.size(op.send).bytes
             crossing = Crossing(rank.number, op.to, place, op.send, match.recv, nbytes, self.now)
             if self.uplinks.enter(crossing):
@@ -236,10 +240,13 @@ class _Replay:
         else:
             end = self.now + self._transfer_s(rank, op)
             self._at(end, self.on_arrival, other, index)
-            self._transferred(rank, op.send, other, match.recv, self.now, end)
+            if self.spans is not None:
+                self._transferred(rank, op.send, other, match.recv, self.now, end)
         if self.contention:
-            self._rescale(rank)
-            self._rescale(other)
+            if rank.slowness == 1.0:
+                self._rescale(rank)
+            if other.slowness == 1.0:
+                self._rescale(other)
         if other.arriving < self.ports:
             self._at(self.now, self._receive, other, 0)
 
@@ -253,13 +260,15 @@ class _Replay:
 
     def _transfer_s(self, rank: SimulatedRank, op: Exchange) -> float:
         """Seconds of a transfer inside a node."""
-        key = op.send if self.links_alike else (op.send, rank.number, op.to)
+        nbytes = self.nbytes.get(op.send)
+        if nbytes is None:
+            nbytes = self.nbytes[op.send] = self.schedule.size(op.send).bytes
+        key = (nbytes, self.wire_of[rank.number], self.wire_of[op.to])
         seconds = self.transfer_costs.get(key)
         if seconds is None:
-            nbytes = self.schedule.size(op.send).bytes
             seconds = self.transfer_costs[key] = self.machine.transfer_s(nbytes, rank.number, op.to)
         if self.bursts is not None:
-            seconds -= self.bursts.gained_s(rank.number, self.schedule.size(op.send).bytes, seconds, self.now)
+            seconds -= self.bursts.gained_s(rank.number, nbytes, seconds, self.now)
         return seconds
 
     def _cross(self, rank: SimulatedRank, index: int) -> None:
@@ -298,8 +307,10 @@ class _Replay:
         self._send(sender)
         self._receive(rank)
         if self.contention:
-            self._rescale(sender)
-            self._rescale(rank)
+            if not (sender.leaving or sender.arriving):
+                self._rescale(sender)
+            if not (rank.leaving or rank.arriving):
+                self._rescale(rank)
         if self.notice_s:
             self._at(self.now + self.notice_s, self.on_notice, rank, index)
         else:

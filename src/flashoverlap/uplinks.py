@@ -29,6 +29,7 @@ class Crossing:
     left: float = 1.0  # share of it that was still to come then
     takes_s: float = 0.0  # what all of it takes at this pace
     ends_s: float = -1.0
+    beside: tuple[dict[Crossing, None], ...] = ()  # all that leave the same node, and all that come to the same
 
 
 class Uplinks:
@@ -50,7 +51,9 @@ class Uplinks:
 
     def enter(self, crossing: Crossing) -> bool:
         """Begins a transfer."""
-        for shared in self._shared(crossing):
+        node_of = self._machine.node_of
+        crossing.beside = self._out[node_of[crossing.sender]], self._in[node_of[crossing.target % self._period]]
+        for shared in crossing.beside:
             shared[crossing] = None
         self._under_way[crossing.place] = crossing
         return self._change(crossing)
@@ -61,7 +64,7 @@ class Uplinks:
         if crossing is None or crossing.ends_s != now:
             return None, False
         del self._under_way[place]
-        for shared in self._shared(crossing):
+        for shared in crossing.beside:
             del shared[crossing]
         return crossing, self._change(crossing)
 
@@ -71,18 +74,14 @@ class Uplinks:
         self._changed.clear()
         return [crossing for crossing in others if self._repace(crossing, now)]
 
-    def _shared(self, crossing: Crossing) -> tuple[dict[Crossing, None], dict[Crossing, None]]:
-        node_of = self._machine.node_of
-        return self._out[node_of[crossing.sender]], self._in[node_of[crossing.target % self._period]]
-
     def _change(self, crossing: Crossing) -> bool:
         first = not self._changed
-        for shared in self._shared(crossing):
+        for shared in crossing.beside:
             self._changed[id(shared)] = shared
         return first
 
     def _repace(self, crossing: Crossing, now: float) -> bool:
-        takes_s = self._seconds(crossing, max(map(len, self._shared(crossing))))
+        takes_s = self._seconds(crossing, max(map(len, crossing.beside)))
         if takes_s == crossing.takes_s and crossing.ends_s >= 0:
             return False
         if crossing.takes_s:

@@ -54,12 +54,18 @@ def least_seconds_in_parts(direct: Schedule, machine: Machine, parts: int, compu
     Args:
         direct: the schedule in which no piece is cut and every piece goes straight to who needs it.
     """
+    sent = sum(isinstance(op, Exchange) for op in direct.programs[0])
+    posting_s = parts * sent * (machine.issue_s + machine.post_s)
+    return max(message_seconds(direct, machine, parts), compute_s + posting_s)
+
+
+def message_seconds(direct: Schedule, machine: Machine, parts: int = 1) -> float:
+    """Seconds that the messages of the rank with the slowest wire take where every piece is cut into ``parts``."""
     rank = min(range(direct.ranks), key=lambda rank: machine.link_of(rank).bytes_per_s)
     link = machine.link_of(rank)
     sent = [direct.size(op.send).bytes for op in direct.programs[rank] if isinstance(op, Exchange)]
     messages_s = parts * sum(link.seconds(nbytes / parts) for nbytes in sent)
-    posting_s = parts * len(sent) * (machine.issue_s + machine.post_s)
-    return max((messages_s - link.burst_bytes / link.bytes_per_s) / machine.ports, compute_s + posting_s)
+    return (messages_s - link.burst_bytes / link.bytes_per_s) / machine.ports
 
 
 def _fastest(link: Link) -> float:

@@ -50,6 +50,16 @@ OPERATORS: Mapping[str, tuple[str, str]] = {
 }
 
 
+# The layers of a whole MLP as flows of their own, and which kernel of the whole each of their kernels is.
+LAYERS: Mapping[str, Sequence[tuple[str, Mapping[str, str]]]] = {
+    "mlp": (("all_gather_matmul", {"mm": "up"}), ("matmul_reduce_scatter", {"mm": "down"})),
+    "mlp_backward": (
+        ("row_backward", {"mm": "down", "wgrad": "wgrad_down"}),
+        ("column_backward", {"mm": "up", "wgrad": "wgrad_up"}),
+    ),
+}
+
+
 class Step(NamedTuple):
     """One matmul of a kernel: its rows times ``[k, n]``; summed over the rows; or, turned, ``[n, k]`` times them."""
 
@@ -140,6 +150,20 @@ def workload(op: str, sizes: Mapping[str, int | Sequence[int]], ranks: int) -> W
     widths, kernels, values = _PARTS[base](given, ranks)
     given.check_all_taken()
     return Workload(flow, widths, kernels, values, given.tensors)
+
+
+def layers_of(work: Workload) -> list[Workload]:
+    """The layers of a call that can run one after the other, each as a call of its own; none of other calls."""
+    widths = {**work.widths, "y": work.widths.get("h", 0)}
+    return [
+        Workload(
+            flow,
+            widths,
+            {name: work.kernels[whole] for name, whole in kernels.items()},
+            {name: work.values[whole] for name, whole in kernels.items() if whole in work.values},
+        )
+        for flow, kernels in LAYERS.get(work.flow, ())
+    ]
 
 
 def along_features(op: str, sizes: Mapping[str, int | Sequence[int]], rows: int) -> tuple[int, Workload] | None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import flashoverlap.torch as fo
 
 from ..overlap import Overlap
+from ..torch.data_parallel import apply
 from ..torch.transport import Silent
 from .case import Case
 from .contestant import Contestant
@@ -53,11 +54,14 @@ class DataParallel(Case):
         """A copy of the model in float64."""
 
     def contestant(self, group: Any, transport: Any, overlap: Overlap, variant: str = "") -> Contestant:
-        """A copy of the model under ``fo.data_parallel``; where nothing is moved, the plain model."""
+        """A copy of the model under ``fo.data_parallel``; where nothing is moved, the plain model, or in the variant
+        "parallel" the same as where something is."""
         model = copy.deepcopy(self.model)
-        if isinstance(transport, Silent):
+        if isinstance(transport, Silent) and not variant:
             return Steps(self, model)
         mesh = DeviceMesh.from_group(group, "cpu")
+        if isinstance(transport, Silent):
+            return OurSteps(self, apply(model, mesh, transport, shard=self.shape.shard, overlap=overlap))
         return OurSteps(self, fo.data_parallel(model, mesh, shard=self.shape.shard, overlap=overlap))
 
     def _rounding(self) -> dict[str, float]:

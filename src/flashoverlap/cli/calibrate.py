@@ -119,4 +119,5 @@ def _show(machine: Machine) -> None:
         typer.echo(f"{'memory':<14}{machine.matmul.memory_bytes_per_s / 1e9:.1f} GB/s")
     typer.echo(f"{'contention':<14}matmuls take {machine.contention:.1%} longer while the wire is busy")
     typer.echo(f"{'step':<14}{machine.issue_s * 1e6:.1f} us of Python")
-    typer.echo(f"{'collectives':<14}{machine.collective_efficiency:.0%} of the link's rate")
+    fixed_ms = machine.collective_fixed_s * 1e3
+    typer.echo(f"{'collectives':<14}{machine.collective_efficiency:.0%} of the link's rate, and {fixed_ms:.3f} ms each")

@@ -104,6 +104,7 @@ class Swapped:
             splits=choice.splits,
             tensors=len(self.wholes),
             row_bytes=widths,
+            nodes=choice.nodes,
         )
 
     def place(self, name: str) -> Place:

@@ -26,6 +26,7 @@ _BURST_PART = 8  # a burst is told from a transfer of this part of the step's
 SHAPE = (128, 1024, 1024)
 _SHORT = (64, 512, 512)  # a matmul that takes some times as long as a message
 _MATRICES = 4
+_SMALL_RUNS = 15
 
 
 def measure(transport: Any, dtype: torch.dtype, device: torch.device, nodes: Sequence[int] = ()) -> Machine:
@@ -49,7 +50,7 @@ def measure(transport: Any, dtype: torch.dtype, device: torch.device, nodes: Seq
     return replace(
         machine,
         contention=_contention(timed, transport, near, found.step, work.product_of(*SHAPE, dtype, device), device),
-        collective_efficiency=_collective_efficiency(transport, machine, device),
+        **_collectives(transport, machine, device)._asdict(),
     )
 
 
@@ -136,21 +137,35 @@ def _contention(
     return max(0.0, median(theirs for (theirs,) in gathered(transport, [median(slower)])))
 
 
-def _collective_efficiency(transport: Any, machine: Machine, device: torch.device) -> float:
-    """Share of the wire's rate that the backend's own all-gather and reduce-scatter reach together."""
-    rounds, rank = transport.world_size - 1, transport.rank
+class _Collectives(NamedTuple):
+    """What the backend's own collectives cost, by the names that the machine has for it."""
+
+    collective_efficiency: float
+    collective_fixed_s: float
+
+
+def _collectives(transport: Any, machine: Machine, device: torch.device) -> _Collectives:
+    """What an all-gather and a reduce-scatter take beside posting and latencies: next to nothing moved, and much."""
+    rounds = transport.world_size - 1
     bytes_per_s = 1 / machine.collective_s(0, 1)
     count = int(min(wire.MOST_BYTES, max(4, wire.STEP_S * bytes_per_s)) / (4 * rounds)) or 1
-    pieces = [torch.zeros(count, dtype=torch.float32, device=device) for _ in range(rounds + 1)]
+    beside_s = machine.collective_s(rounds, 1) + machine.post_s + machine.notice_s
+    fixed_s = max(0.0, _collective_s(transport, 1, _SMALL_RUNS, device) - beside_s)
+    wire_s = machine.collective_s(0, 4 * count * rounds)
+    took_s = _collective_s(transport, count, 3, device) - beside_s - fixed_s
+    return _Collectives(wire_s / max(wire_s, took_s), fixed_s)
+
+
+def _collective_s(transport: Any, count: int, runs: int, device: torch.device) -> float:
+    """Seconds of a collective of pieces of ``count`` numbers on the slowest rank, as the mean of both kinds."""
+    rank = transport.rank
+    pieces = [torch.zeros(count, dtype=torch.float32, device=device) for _ in range(transport.world_size)]
     scattered = torch.zeros_like(pieces[rank])
     seconds = []
-    for kind, reads, writes in (("all_gather", [pieces[rank]], pieces), ("reduce_scatter", pieces, [scattered])) * 3:
+    for kind, reads, writes in (("all_gather", [pieces[rank]], pieces), ("reduce_scatter", pieces, [scattered])) * runs:
         gathered(transport, [])
         start_s = time.perf_counter()
         transport.collective(kind, reads, writes).wait()
         wire.synchronize(device)
         seconds.append(time.perf_counter() - start_s)
-    gather_s, scatter_s = (median(times) for times in (seconds[::2], seconds[1::2]))
-    beside_s = 2 * (machine.collective_s(rounds, 1) + machine.post_s + machine.notice_s)
-    wire_s = 2 * machine.collective_s(0, 4 * count * rounds)
-    return wire_s / max(wire_s, wire.slowest(transport, gather_s + scatter_s) - beside_s)
+    return wire.slowest(transport, (median(seconds[::2]) + median(seconds[1::2])) / 2)

@@ -71,7 +71,7 @@ class Scattered:
         layout: of the full result.
         rank: this rank.
         out: the own rows of the result, contiguous ``[own rows, N]``.
-        bias: ``[N]``, added once to the own rows.
+        bias: added once to the own rows; ``[N]``, or ``[own rows, 1]`` where rows have a bias each.
         accumulate: dtype in which partials are added before they are rounded to that of ``out``.
         travels: dtype in which partials are sent: that of ``out``, or ``accumulate`` where what is sent is a sum.
     """
@@ -87,7 +87,8 @@ class Scattered:
         accumulate: torch.dtype,
         travels: torch.dtype,
     ) -> None:
-        self.layout, self.out, self.bias = layout, out, bias
+        self.layout, self.out = layout, out
+        self._bias = None if bias is None else bias.expand(out.shape)
         self._lease, self._accumulate, self._travels = lease, accumulate, travels
         self._start = layout.starts[rank]
         self._columns = out.shape[1]
@@ -156,21 +157,22 @@ class Scattered:
                 self.parts()[start:stop].copy_(made[start:stop])
             return
         start, stop = self.layout.range(op.writes[0])
-        rows = self.out[start - self._start : stop - self._start]
+        own = slice(start - self._start, stop - self._start)
+        rows = self.out[own]
         arrivals = [self._arrival(each) for each in op.adds]
         if not self._arrivals:  # one rank: the product is the sum
             product(op.reads, self.out, self._start, 0.0)
-            self._add_bias(rows)
+            self._add_bias(rows, own)
         elif arrivals and self._exact and arrivals[0].data_ptr() == rows.data_ptr():
             for arrival in arrivals[1:]:
                 rows += arrival
             product(op.reads, self.out, self._start, 1.0)
-            self._add_bias(rows)
+            self._add_bias(rows, own)
         else:
             made = self._made()
             product(op.reads, made, self._start, 0.0)
             if arrivals:
-                self._total(rows, [*arrivals, made[start - self._start : stop - self._start]])
+                self._total(own, [*arrivals, made[own]])
 
     def add(self, op: Compute) -> None:
         """Runs a Compute that only adds: to a partial that is handed on, or to the own sum."""
@@ -184,12 +186,12 @@ class Scattered:
         first = op.adds[0]
         own = slice(start - self._start, stop - self._start)
         made = self.parts()[start:stop] if first[0] == "p" else self._made()[own]
-        self._total(self.out[own], [*arrivals, made])
+        self._total(own, [*arrivals, made])
 
     def finish(self) -> None:
         """Ends what a collective has summed, if it was one: adds the bias and rounds once."""
         if self._staged is not None:
-            self._total(self.out, [self._staged])
+            self._total(slice(None), [self._staged])
 
     def _made(self) -> torch.Tensor:
         """Where this rank's term of the own rows is made: among the partials, none of which is sent from there."""
@@ -203,21 +205,22 @@ class Scattered:
             self._product = self._lease.tensor(rows, self._columns, self.out.dtype)
         return self._product
 
-    def _add_bias(self, rows: torch.Tensor) -> None:
-        if self.bias is not None:
-            rows += self.bias
+    def _add_bias(self, total: torch.Tensor, own: slice) -> None:
+        if self._bias is not None:
+            total += self._bias[own]
 
-    def _total(self, rows: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-        """``rows = sum of terms + bias``, added left to right in the accumulate dtype and rounded once."""
+    def _total(self, own: slice, terms: Sequence[torch.Tensor]) -> None:
+        """Own rows as the sum of terms and bias, added left to right in the accumulate dtype and rounded once."""
+        rows = self.out[own]
         if self._exact:
             if rows.data_ptr() != terms[0].data_ptr():
                 rows.copy_(terms[0])
             for term in terms[1:]:
                 rows += term
-            self._add_bias(rows)
+            self._add_bias(rows, own)
             return
         total = terms[0].to(self._accumulate, copy=True)
         for term in terms[1:]:
             total += term
-        self._add_bias(total)
+        self._add_bias(total, own)
         rows.copy_(total)

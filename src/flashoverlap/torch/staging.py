@@ -11,11 +11,17 @@ class Staging:
     [Note: staging lifetime] A buffer belongs to one call: taken when the call begins, given back when the call has
     drained its sends. A call that fails gives nothing back, since transfers into its buffers may still be in flight;
     the transport and its staging are then left to the garbage collector together.
+
+    Attributes:
+        most_bytes: of buffers taken and free together, beyond which the longest unused go before one is made; None
+            where all are kept.
     """
 
     def __init__(self, most: int = 32) -> None:
         self._free: list[torch.Tensor] = []
         self._most = most
+        self._taken = 0  # bytes
+        self.most_bytes: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -30,7 +36,13 @@ class Staging:
             # far too large a buffer is better kept for the call that needs it
             if best.numel() <= max(4 * bytes, 1 << 16):
                 self._free = [b for b in self._free if b is not best]
+                self._taken += best.numel()
                 return best
+        if self.most_bytes is not None:
+            over = self._taken + self.bytes + bytes - self.most_bytes
+            while over > 0 and self._free:
+                over -= self._free.pop(0).numel()
+        self._taken += bytes
         return self.fresh(bytes, device)
 
     def fresh(self, bytes: int, device: torch.device) -> torch.Tensor:
@@ -41,6 +53,7 @@ class Staging:
     def give(self, buffers: list[torch.Tensor]) -> None:
         """Puts buffers back; beyond ``most`` the longest unused ones are let go."""
         self._free += buffers
+        self._taken -= sum(buffer.numel() for buffer in buffers)
         del self._free[: max(0, len(self._free) - self._most)]
 
     def clear(self) -> None:

@@ -259,6 +259,16 @@ def transport_of(group: Any, op: str = "flashoverlap", like: object = None) -> A
     return found
 
 
+def known_transport(group: Any, like: torch.Tensor) -> Any | None:
+    """What :func:`transport_of` gives, where it need not be made; None where it would have to be."""
+    group = _process_group(group)
+    if not isinstance(group, _GROUPS):
+        return group
+    with _transports_lock:
+        found = _transports.get(group, {}).get(like.device.type)
+    return None if found is None or found.failed else found
+
+
 def new_transport(group: Any, op: str, like: torch.Tensor) -> Any:
     """A transport of its own over the ranks of ``group``, for what stays in flight while others use the group.
 

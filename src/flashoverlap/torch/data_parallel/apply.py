@@ -16,6 +16,7 @@ from ..check import check_overlap
 from ..transport import agree, refusing
 from .account import Account
 from .channels import Channels
+from .choosing import Choosing
 from .engine import Engine
 from .gradients import Gradients
 from .journey import Way
@@ -125,7 +126,8 @@ def apply(
     whole = [unit for unit in units if unit.sharded and unit not in streamed]
     values = Values(name, whole, channels, account) if whole else None
     stream = Stream(name, streamed, channels, account) if streamed else None
-    engine = Engine(units, channels, gradients, values, stream)
+    gradients.choosing = Choosing(units, channels, account, shard, overlap)
+    engine = Engine(units, channels, gradients, values, stream, account)
     engine.sequence = sequence
     _change(model, engine)
     return model

@@ -7,12 +7,15 @@ have weights that are gathered while gradients are on their way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ...machine import Machine
+from ..calibrate import at_first_use
 from ..errors import PeerError
-from ..transport import new_transport
+from ..transport import known_transport, new_transport, transport_of
 
 
 class Channels:
@@ -59,6 +62,24 @@ class Channels:
         if self.reduce is self.gather and self.world_size > 1:
             raise PeerError(f"{self._op}: the transport that was given has failed")
         self._open()
+
+    @property
+    def machine(self) -> Machine | None:
+        """What calls of the group are planned with, the same on every rank; None where none is known."""
+        known = known_transport(self._group, torch.empty(0, device=self._device))
+        return None if known is None else known.machine
+
+    def measured(self, dtype: torch.dtype, nbytes: int, tell: Callable[[str], None]) -> Machine | None:
+        """The same, measured first where there is none yet and the model is worth it. Collective.
+
+        Args:
+            dtype: of the matmuls.
+            nbytes: of the model.
+            tell: takes what is wrong with a machine that was kept.
+        """
+        transport = transport_of(self._group, self._op, torch.empty(0, device=self._device))
+        at_first_use(transport, dtype, self._device, nbytes, tell)
+        return transport.machine
 
     def __deepcopy__(self, memo: Any) -> Channels:
         return self  # connections cannot be copied, and need not be

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from .account import Account
 from .channels import Channels
 from .gradients import Gradients, in_backward
 from .shards import parameter_of
@@ -33,6 +34,7 @@ class Engine:
         gradients: the backward half.
         values: the forward half; None where parameters are whole on every rank.
         stream: of the weights that are dropped after use; None where there are none.
+        account: what the report is told.
 
     Attributes:
         sequence: the mesh of ranks that share sequences, where this is all that the engine is for.
@@ -46,7 +48,9 @@ class Engine:
         gradients: Gradients,
         values: Values | None,
         stream: Stream | None,
+        account: Account,
     ) -> None:
+        self.account = account
         self.units, self.channels, self.gradients, self.values = list(units), channels, gradients, values
         self.stream = gradients.stream = stream
         self.sequence: DeviceMesh | None = None
@@ -120,6 +124,11 @@ class Engine:
             with self.computing():
                 yield
             return
+        with self.account.timed() if torch.is_grad_enabled() else nullcontext(), self._outermost(training):
+            yield
+
+    @contextmanager
+    def _outermost(self, training: bool) -> Iterator[None]:
         self.gradients.recover()
         self._hook_leaves()
         if self.values is not None:
@@ -158,9 +167,10 @@ class Engine:
         if not after:
             self._settle()
             return
-        for source in (self.values, self.stream):
-            if source is not None:
-                source.stepped()
+        with self.account.timed():
+            for source in (self.values, self.stream):
+                if source is not None:
+                    source.stepped()
 
     def _settle(self) -> None:
         """Returns once no shard is read any more: whoever loads a state dict, say, writes to them unannounced."""

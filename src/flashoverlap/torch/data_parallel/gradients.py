@@ -6,7 +6,7 @@ the end of the pass, where all ranks tell each other what they have: what some r
 where there is nothing.
 
 [Note: room] What is in flight holds memory, so a pass waits for the oldest of it where there would be more than
-suffices (:func:`_room`). Whoever waits must be sure that the others get there, whatever they leave out. So this is done
+suffices (:meth:`_room`). Whoever waits must be sure that the others get there, whatever they leave out. So this is done
 where the ranks were alike in the pass before. Then the units that it had are awaited by all: a rank begins those that
 it has nothing of, with zeros, before it waits for anything that came later in that pass; at its end the rest of them.
 
@@ -16,6 +16,7 @@ whatever comes first: the gradient of the model's output, or of a parameter.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from functools import reduce
@@ -30,6 +31,7 @@ from ..errors import naming
 from ..transport import CARD_BYTES, agree
 from .account import Account
 from .channels import Channels
+from .choosing import Choosing
 from .flight import Reduction
 from .journey import Journey, Product, Way
 from .order import Order, digest
@@ -47,6 +49,7 @@ class _Part(NamedTuple):
     ranges: Sequence[tuple[int, int]]
     reduction: Reduction
     room: int
+    made: int  # bytes of it that autograd has made, so that they are not in staging
 
 
 class Gradients:
@@ -65,14 +68,15 @@ class Gradients:
         self.order = Order(sorted(range(len(units)), key=lambda number: (not units[number].is_trained, -number)))
         self.others: list[Order] = []  # settled together with this one
         self.stream: Stream | None = None
+        self.choosing: Choosing | None = None
         self.forwards = 0  # since the last pass: what is gathered again in backward depends on it
         self.sync = True
         self._armed = self._syncing = False
+        self._start_s = 0.0
         self._passes = 0  # since gradients were last exchanged
         self._awaited = [{member for member in unit.members if member.leaf.requires_grad} for unit in units]
         self._dirty: set[Member] = set()
         self._shared: set[int] = set()  # weights that were used more than once in a pass
-        self._most = max((_room(unit, way, channels.rank) for unit in units), default=0)
         self._sure = sum(unit.is_trained for unit in units)  # leading units that all ranks await ([Note: room])
         self._alike: Hashable = _FIRST  # the kind of the last pass, None where ranks were not
         self._clear()
@@ -84,7 +88,8 @@ class Gradients:
         self._journeys: dict[int, Journey] = {}
         self._reducing: deque[_Part] = deque()
         self._leaving: deque[_Part] = deque()
-        self._in_flight = 0  # bytes
+        self._in_flight = self._made = 0  # bytes
+        self._most = self._room()
         self._bounded = False  # [Note: room]
 
     @property
@@ -99,18 +104,19 @@ class Gradients:
         if self._armed:
             return
         self._revive()
-        self._armed, self._syncing = True, self.sync
+        self._armed, self._syncing, self._start_s = True, self.sync, time.perf_counter()
         self._passes += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
         if self.stream is not None:
             self.stream.begin(("backward", self.forwards), self._keep_up)
         known = self.stream is None or self.stream.is_known
         self._bounded = self._syncing and self._account.overlaps and known and self._alike == self._kind()
+        self._count(0, 0)
 
     def recover(self) -> None:
         """After a pass that an error ended: its exchanges are given up, and the peers are told."""
         if self._armed and not in_backward():
-            self.abandon(RuntimeError(f"a backward pass of {self._name} was ended by an error"))
+            self.abandon(RuntimeError(f"a backward of {self._name} was ended by an error or another thread"))
         self._revive()
 
     def _revive(self) -> None:
@@ -196,10 +202,11 @@ class Gradients:
         for part, make in zip(journey.unit.parts, journey.begin(product), strict=True):
             room = self._way.room(journey.unit, part, self._channels.rank)
             self._make_room(room)
-            self._in_flight += room
+            made = room // 2 if journey.is_made else 0
+            self._count(room, made)
             reduction = make()
             reduction.begin()
-            self._reducing.append(_Part(journey, part, reduction, room))
+            self._reducing.append(_Part(journey, part, reduction, room, made))
             if self._account.overlaps:
                 self.poll()
             else:
@@ -221,6 +228,23 @@ class Gradients:
     def _is_ring(self) -> bool:
         return self._account.pattern == "ring"
 
+    def _room(self) -> int:
+        """Bytes that suffice to begin any unit while something is in flight: if it is computed then, one as large.
+
+        Such a unit is made while the other travels, and a part of it more; another has been made before, and only
+        waits for what was begun before it.
+        """
+        most = largest = 0
+        for number in self.order.numbers:
+            unit, way = self._units[number], self._way
+            parts = [way.room(unit, part, self._channels.rank) for part in unit.parts]
+            before, largest = largest, max(parts)
+            if unit.linear:
+                most = max(most, 2 * unit.total * way.travels(unit).itemsize, sum(parts) + largest)
+            else:
+                most = max(most, sum(parts) + before)
+        return most
+
     def _make_room(self, room: int) -> None:
         """Waits for the oldest of what is in flight ([Note: room]); of a ring for what it will not post any more."""
         while self._bounded and self._in_flight + room > self._most:
@@ -230,6 +254,13 @@ class Gradients:
                 self._take_up()
             else:
                 break
+
+    def _count(self, room: int, made: int) -> None:
+        """So much more is in flight."""
+        self._in_flight += room
+        self._made += made
+        # what lies there unused takes room as well
+        self._channels.reduce.staging.most_bytes = self._most - self._made if self._bounded else None
 
     def _take_up(self) -> None:
         part = self._reducing[0]
@@ -249,7 +280,7 @@ class Gradients:
     def _close(self, part: _Part) -> None:
         self._account.add("grad_reduce_scatter", part.reduction.close())
         part.journey.part_has_left()
-        self._in_flight -= part.room
+        self._count(-part.room, -part.made)
 
     # --- at its end ---------------------------------------------------------------------------------------------------
 
@@ -263,6 +294,8 @@ class Gradients:
                     self.stream.end()
                 if self._syncing:
                     self._finish(kind)
+                else:
+                    self._account.forget()
         except BaseException as error:
             self.abandon(error)
             raise
@@ -276,6 +309,7 @@ class Gradients:
             for member in unit.members if unit.sharded else ():
                 member.leaf.grad = None
         self._armed, self._passes, self.forwards = False, 0, 0
+        self._account.forget()
         self._dirty.clear()
         self._clear()
 
@@ -307,9 +341,12 @@ class Gradients:
         self._sure = len(list(takewhile(sure, self.order.numbers)))
         self._passes = 0
         self._dirty.clear()
+        self._account.took(self._start_s)
+        self._account.enter()
+        if self.choosing is not None:
+            self.choosing.decide(self.order.numbers)
         self._clear()
         self._channels.reduce.staging.clear()  # the next forward's activations can have it
-        self._account.enter()
 
     def _by_unit(self, flags: dict[Member, int], bit: int) -> dict[int, list[bool]]:
         return {unit.index: [bool(flags[member] & bit) for member in unit.members] for unit in self._units}
@@ -353,12 +390,6 @@ class Gradients:
             self._close(self._leaving.popleft())
         for gathering in gatherings:
             self._account.add("grad_all_gather", gathering.close())
-
-
-def _room(unit: Unit, way: Way, rank: int) -> int:
-    """Bytes that suffice to compute a unit while one as large is in flight: twice its own, or what takes more."""
-    parts = [way.room(unit, part, rank) for part in unit.parts]
-    return max(2 * unit.total * way.travels(unit).itemsize, sum(parts) + max(parts))
 
 
 def in_backward() -> bool:

@@ -61,8 +61,9 @@ class Journey:
         self._totals = [member.take() for member in unit.members]
         self._travels = way.travels(unit)
         total = self._totals[0]
-        self.in_place = unit.single and self._travels == unit.dtype and (total is None or total.is_contiguous())
-        """Whether what travels lies where a gradient of the unit's one member would."""
+        in_place = unit.single and self._travels == unit.dtype
+        self.is_made = in_place and total is not None and total.is_contiguous()
+        """Whether what travels lies there already, whole, where autograd has made it."""
         self.found = [total is not None for total in self._totals]
         """For each member, whether this rank has a gradient of it."""
         self.gatherings: list[Gathering] = []
@@ -76,7 +77,8 @@ class Journey:
         if product is not None:
             self.found = [True]
         flat: torch.Tensor | None = None
-        if self.in_place and total is not None:
+        if self.is_made:
+            assert total is not None
             flat = self._whole = total.view(-1)
         elif product is None:
             flat = self._lease.tensor(1, unit.total, self._travels)[0]
@@ -140,7 +142,7 @@ class Journey:
 
         if product is not None:
             return multiply
-        return scaled if self.in_place and total is not None else packed
+        return scaled if self.is_made else packed
 
     def part_has_left(self) -> None:
         """One of the reductions is over ([Note: let go of])."""

@@ -138,6 +138,7 @@ class _Linear(torch.autograd.Function):
         _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         grad = grad_outputs[0]
         flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        ctx.fused.unit.tokens, ctx.fused.unit.chained = len(rows), needs_x
         dx = dweight = dbias = None
         with _no_autocast(x.device.type):
             if needs_weight and not (_goes_to_the_leaf(ctx.accumulator) and ctx.fused.weight_gradient(flat, rows)):

@@ -104,6 +104,10 @@ class Unit:
         parts: how many times each piece is cut; more than one only where there is one member.
         sharded: whether the optimizer sees the own piece alone.
         linear: whether this is the weight of an nn.Linear and nothing else.
+
+    Attributes:
+        tokens: of a linear, rows of its input when its gradient was last computed; 0 before that.
+        chained: whether the gradient of its input was computed then.
     """
 
     def __init__(
@@ -116,7 +120,12 @@ class Unit:
         self.sizes = [sum(stop - start for start, stop in self._elements(rank)) for rank in range(ranks)]
         self.starts = [0, *accumulate(self.sizes)]
         self.total = self.starts[-1]
+        self.tokens, self.chained = 0, False
         self.parts = self._parts(ranks, parts)
+
+    def cut(self, parts: int) -> None:
+        """Cuts each piece so many times from now on; nothing of it may be in flight."""
+        self.parts = self._parts(len(self.sizes), parts)
 
     def _elements(self, rank: int) -> Iterator[tuple[int, int]]:
         return (member.elements(rank) for member in self.members)

@@ -9,23 +9,30 @@
     column layer   forward   local: y = x W_r^T + b_r       one or several weights
                    backward  dx = sum_q dy_q W_q        the same schedule; wgrad is computed while the last gather flies
 
-Which rank sums which rows is free here: rows of all dimensions are cut by torch.tensor_split.
+Which rank sums what is free here: rows of all dimensions are cut by torch.tensor_split, or, where rows are few, the
+features of the sum. The schedule is the same, with the transpose in the place of the sum:
+
+    pieces of rows        z_j   [M_j, N] = sum_q x_q,j W_q^T    each piece reads the whole weight
+    pieces of features    z_j^T [N_j, M] = sum_q W_q,j x_q^T    each piece reads its own part of it; turned at the end
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from ...choice import Choice
 from ...overlap import Overlap
 from ...patterns import split_sizes
 from ..call import Call, eager
 from ..check import check_layer, check_layers, grads, shape
-from ..layout import flatten
+from ..execute import Kernel
+from ..layout import Layout, flatten, layout
+from ..staging import Lease
 from ..transport import refusing, transport_of
 from .derivative import differentiable_once
 from .kernels import matmul, matmul_into
@@ -122,8 +129,11 @@ class _LinearAllReduce(torch.autograd.Function):
         def product(target: torch.Tensor, start: int, stop: int, beta: float) -> None:
             matmul_into(target, flat[start:stop], transposed, beta)
 
+        def turned(target: torch.Tensor, start: int, stop: int, beta: float) -> None:
+            matmul_into(target, weight[start:stop], flat.t(), beta)
+
         sizes = {"features": call.shard, "out": weight.shape[0]}
-        reduce_rows(call, "all_reduce", flatten(z), product, sizes, bias=bias)
+        reduce_rows(call, "all_reduce", flatten(z), Parts(product, turned), sizes, bias=bias)
         return z
 
     @staticmethod
@@ -160,6 +170,10 @@ class _AllReduceGradLinear(torch.autograd.Function):
             for index, (grad, weight) in enumerate(zip(flat, weights, strict=True)):
                 matmul_into(target, grad[start:stop], weight, 1.0 if index else beta)
 
+        def turned(target: torch.Tensor, start: int, stop: int, beta: float) -> None:
+            for index, (grad, weight) in enumerate(zip(flat, weights, strict=True)):
+                matmul_into(target, weight[:, start:stop].t(), grad.t(), 1.0 if index else beta)
+
         def wgrad(_: Any) -> None:
             rows = flatten(x)
             for index, need in enumerate(needs_weight):
@@ -171,32 +185,66 @@ class _AllReduceGradLinear(torch.autograd.Function):
             call.agree("backward", f"{flow} x={list(x.shape)}", f"{flow}, x {shape(x)}")
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             sizes = {"features": x.shape[-1], "out": call.shard}
-            reduce_rows(call, flow, flatten(dx), dgrad, sizes, phase="backward", wgrad=wgrad)
+            reduce_rows(call, flow, flatten(dx), Parts(dgrad, turned), sizes, phase="backward", wgrad=wgrad)
         elif any(needs_weight):
             wgrad(None)
         dbiases = [grad.sum(0) if need else None for grad, need in zip(flat, needs_bias, strict=True)]
         return None, None, dx, *dweights, *dbiases
 
 
+Part = Callable[[torch.Tensor, int, int, float], None]
+
+
+class Parts(NamedTuple):
+    """What writes rows of this rank's part of a sum, and what writes features of it, if anything does.
+
+    ``rows(target, start, stop, beta)`` writes rows ``start:stop`` into ``target``, or adds them to it with ``beta=1``;
+    ``features`` does so with the transpose of features ``start:stop``.
+    """
+
+    rows: Part
+    features: Part | None = None
+
+
 def reduce_rows(
     call: Call,
     flow: str,
     full: torch.Tensor,
-    part: Callable[[torch.Tensor, int, int, float], None],
+    parts: Parts,
     sizes: Mapping[str, int],
     *,
     bias: torch.Tensor | None = None,
     phase: str = "",
-    wgrad: Callable[[Any], None] | None = None,
+    wgrad: Kernel | None = None,
 ) -> None:
-    """``full[M, N] = sum over ranks of their parts``, plus bias, on every rank.
-
-    ``part(target, start, stop, beta)`` writes rows ``start:stop`` of this rank's part into ``target``, or, with
-    ``beta=1``, adds them to it. ``full`` is contiguous.
-    """
-    owned = tuple(split_sizes(full.shape[0], call.world_size))
-    choice, rows = call.choose(flow, 1, owned, 1, sizes)
+    """``full[M, N] = sum over ranks of their parts``, plus bias, on every rank; ``full`` is contiguous."""
+    count, columns = full.shape
+    choice, rows = call.choose(flow, 1, tuple(split_sizes(count, call.world_size)), 1, sizes)
+    run = _Sum(call, flow, choice, phase, wgrad)
     with call.leased() as lease:
+        if choice.along == "rows":
+            run(rows, full, parts.rows, bias, lease)
+            return
+        assert parts.features is not None
+        rows = layout(1, tuple(split_sizes(columns, call.world_size)), 1, choice.splits)
+        turned = lease.tensor(columns, count, full.dtype)
+        if bias is not None:
+            bias = bias[rows.starts[call.rank] : rows.starts[call.rank + 1], None]
+        run(rows, turned, parts.features, bias, lease)
+        full.copy_(turned.t())
+
+
+class _Sum(NamedTuple):
+    """One run of a sum, with pieces of rows or of features."""
+
+    call: Call
+    flow: str
+    choice: Choice
+    phase: str
+    wgrad: Kernel | None
+
+    def __call__(self, rows: Layout, full: torch.Tensor, part: Part, bias: torch.Tensor | None, lease: Lease) -> None:
+        call, choice = self.call, self.choice
         travels = call.travels(choice)
         collective = choice.pattern == "collective"
         # the backend sums whole rows itself: then the sum of all rows is staged as if it were this rank's piece
@@ -214,8 +262,9 @@ def reduce_rows(
             start, stop = rows.range(name)
             return total[start:stop]
 
-        kernels = {"mm": lambda op: scattered.multiply(op, product), "": scattered.add}
-        kernels |= {"wgrad": wgrad} if wgrad else {}
-        call.run(flow, choice, rows.rows, {"p": full.shape[1] * full.itemsize}, tensor, kernels, phase)
+        kernels: dict[str, Kernel] = {"mm": lambda op: scattered.multiply(op, product), "": scattered.add}
+        kernels |= {"wgrad": self.wgrad} if self.wgrad else {}
+        widths = {"p": full.shape[1] * full.itemsize}
+        call.run(self.flow, choice, rows.rows, widths, tensor, kernels, self.phase)
         if collective:
             full.copy_(total if bias is None else total + bias)

@@ -28,7 +28,7 @@ from ..layout import around, flatten
 from ..pieces import Gathered
 from ..staging import Lease
 from ..transport import refusing, transport_of
-from .all_reduce import reduce_rows
+from .all_reduce import Parts, reduce_rows
 from .derivative import differentiable_once
 
 _SMALL_BYTES = 1 << 16  # up to here one round of whole tensors is faster than the two rounds of a sum in pieces
@@ -330,14 +330,14 @@ def _sum(call: Call, x: torch.Tensor, phase: str = "") -> torch.Tensor:
     def part(target: torch.Tensor, start: int, stop: int, beta: float) -> None:
         _put(target, flat[start:stop], beta)
 
-    reduce_rows(call, "all_reduce", result.view(flat.shape), part, {"features": flat.shape[1]}, phase=phase)
+    reduce_rows(call, "all_reduce", result.view(flat.shape), Parts(part), {"features": flat.shape[1]}, phase=phase)
     return result
 
 
 def whole_tensors(call: Call, x: torch.Tensor, lease: Lease, phase: str = "") -> list[torch.Tensor]:
     """All ranks' ``x`` by rank, exchanged in one round; they lie in the lease."""
     flow, each = "all_gather_matmul", (1,) * call.world_size
-    choice, rows = call.choose(flow, 1, each, 1)
+    choice, rows = call.choose(flow, 1, each, 1, {"features": x.numel()})
     buffer = lease.tensor(rows.total, x.numel(), x.dtype)
     tensors = [row.view(x.shape) for row in buffer]
     tensors[call.rank].copy_(x)

@@ -11,22 +11,27 @@ forward   z_r = sum_q down_q(act_q(up_q(x_r)))   a piece goes through all its ma
 backward  dz is gathered, each piece goes through both dgrads, dx is scattered; x is gathered anew meanwhile; both
           wgrads are one matmul each over all rows, before the own piece's last dgrad
 
+Where a plan says that it is faster, the layers run one after the other instead, each with its own schedule: up as an
+all-gather before a matmul, down as a matmul before a reduce-scatter, and in backward down's part, then up's.
+
 memory    x_shard and what enters the activation (and the gated product) are kept for backward: M / n rows of K and
           M rows of F / n each; the activation is computed again
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ...overlap import Overlap
 from ...patterns import split_sizes
+from ...workload import LAYERS
 from ..call import Call, eager
 from ..check import autocast, check_dim, check_linear, check_overlap, check_tensors, grads, shape
-from ..layout import Layout, around, flatten
+from ..execute import Kernel
+from ..layout import Layout, around, flatten, layout
 from ..pieces import Gathered, Scattered
 from ..staging import Lease
 from ..transport import refusing, transport_of
@@ -110,6 +115,43 @@ def _check_shapes(x: Any, up: Any, gate: Any, down: Any, up_bias: Any, gate_bias
         raise ValueError(f"{_OP}: down_bias {tuple(down_bias.shape)} does not fit down {tuple(down.shape)}")
 
 
+class _Run:
+    """What one run of the whole takes: one schedule, or one for each layer.
+
+    ``first`` is the layout of what is gathered at the start, ``last`` that of what is scattered in the end, and of what
+    the last layer gathers.
+    """
+
+    def __init__(
+        self, call: Call, flow: str, shape: tuple[int, tuple[int, ...], int], sizes: Mapping[str, int]
+    ) -> None:
+        self._call, self._flow = call, flow
+        self.choice, self.first = call.choose(flow, *shape, sizes)
+        self.last = self.first
+        if self.choice.layers:
+            self.first, self.last = (layout(*shape, each.splits) for each in self.choice.layers)
+
+    def scattered(self, out: torch.Tensor, lease: Lease, bias: torch.Tensor | None = None) -> Scattered:
+        """The partial sums, whose own rows end in ``out``."""
+        return self._call.scattered(self.last, (self.choice, *self.choice.layers)[-1], out, lease, bias)
+
+    def __call__(
+        self,
+        widths: Mapping[str, int],
+        buffers: Callable[[str], torch.Tensor],
+        kernels: Mapping[str, Kernel],
+        phase: str = "",
+    ) -> None:
+        """Runs ``kernels``, as :meth:`~flashoverlap.torch.call.Call.run` does; layers have kernels of other names."""
+        rows = self.first.rows
+        if not self.choice.layers:
+            self._call.run(self._flow, self.choice, rows, widths, buffers, kernels, phase)
+            return
+        for choice, (flow, names) in zip(self.choice.layers, LAYERS[self._flow], strict=True):
+            own = {name: kernels[whole] for name, whole in names.items()}
+            self._call.run(flow, choice, rows, widths, buffers, {"": kernels[""], **own}, phase)
+
+
 class _Room:
     """Room for hidden rows: of all pieces, or of the own piece and of one split of the others at a time.
 
@@ -174,28 +216,29 @@ class _Mlp(torch.autograd.Function):
     ) -> torch.Tensor:
         x, up, gate, down, _, _, down_bias = tensors
         outer, _, inner = around(x.shape, dim)
-        choice, rows = call.choose("mlp", outer, owned, inner, _sizes(call, x, gate, down))
+        run = _Run(call, "mlp", (outer, owned, inner), _sizes(call, x, gate, down))
+        rows = run.first
         features, columns = x.shape[-1], down.shape[0]
         z = x.new_empty(*x.shape[:-1], columns)
         keep = call.differentiable and any(ctx.needs_input_grad)
         with call.leased() as lease:
             own = flatten(x)
             gathered = Gathered(rows, call.rank, own, lease.tensor(rows.total, features, x.dtype))
-            whole = choice.pattern not in ("direct", "ring")
+            whole = run.choice.pattern not in ("direct", "ring")
             hidden = _Hidden(call, rows, tensors, function, lease, keep, whole)
-            scattered = call.scattered(rows, choice, flatten(z), lease, down_bias)
+            scattered = run.scattered(flatten(z), lease, down_bias)
 
             def raise_pieces(op: Any) -> None:
                 for part, start, stop in gathered.runs(op.reads):
                     hidden.enter(part, start, stop)
 
             def product(names: tuple[str, ...], target: torch.Tensor, first: int, beta: float) -> None:
-                for start, stop in rows.runs(names):
+                for start, stop in run.last.runs(names):
                     matmul_into(target[start - first : stop - first], hidden.active.rows(start, stop), down.t(), beta)
 
             kernels = {"up": raise_pieces, "down": lambda op: scattered.multiply(op, product), "": scattered.add}
             widths = {"x": features * x.itemsize, "h": up.shape[0] * x.itemsize, "p": columns * x.itemsize}
-            call.run("mlp", choice, rows.rows, widths, _by_letter(gathered, scattered, "x"), kernels)
+            run(widths, _by_letter(gathered, scattered, "x"), kernels)
             _end(call, function)
             scattered.finish()
             kept = (hidden.raised.buffer, hidden.gated and hidden.gated.buffer) if keep else (None, None)
@@ -229,8 +272,8 @@ class _Backward:
         leaves = needs["down"] or needs["down_bias"]
         flow = "mlp_backward" + ("" if enters else "-w") + ("" if leaves else "-v") + ("" if needs["x"] else "-z")
         call.agree("backward", f"{flow} owned={ctx.owned}", f"{flow}, rows {list(ctx.owned)}")
-        choice, rows = call.choose(flow, outer, ctx.owned, inner, _sizes(call, x, self.gate, self.down))
-        self.rows = rows
+        run = _Run(call, flow, (outer, ctx.owned, inner), _sizes(call, x, self.gate, self.down))
+        rows, self.rows = run.first, run.last
         self.raised, self.gated, self.function = raised, gated, ctx.function
         columns, features, hidden = self.down.shape[0], x.shape[-1], self.up.shape[0]
         dx = x.new_empty(rows.rows[call.rank], features)
@@ -241,8 +284,8 @@ class _Backward:
             own = flatten(grad)
             self.dz = Gathered(rows, call.rank, own, lease.tensor(rows.total, columns, x.dtype))
             own = flatten(x)
-            self.x = Gathered(rows, call.rank, own, lease.tensor(rows.total, features, x.dtype))
-            self.dx = call.scattered(rows, choice, dx, lease)
+            self.x = Gathered(run.last, call.rank, own, lease.tensor(rows.total, features, x.dtype))
+            self.dx = run.scattered(dx, lease)
             kernels = {
                 "down": self._down,
                 "up": lambda op: self.dx.multiply(op, self._up),
@@ -252,7 +295,7 @@ class _Backward:
             }
             size = x.itemsize
             widths = {"x": columns * size, "g": features * size, "p": features * size, "h": hidden * size}
-            call.run(flow, choice, rows.rows, widths, self._tensor, kernels, "backward")
+            run(widths, self._tensor, kernels, "backward")
             _end(call, ctx.function)
             self._bias_grads()
             self.dx.finish()

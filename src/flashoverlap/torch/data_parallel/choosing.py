@@ -1,0 +1,105 @@
+"""The mode that a model's steps take where that was left open: decided at the end of the first backward pass, and anew
+where the group has come by another machine since, by a calibration or a look at the wire.
+
+[Note: when it is decided] By then every rank knows how many tokens its linears have, in which order units are used is
+agreed on, and nothing is in flight: the next step may take another mode and other splits. All ranks are there, whatever
+they have left out. They plan with the most tokens that any of them has, so that each finds the same. Machines change on
+all ranks at the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ... import choice
+from ...machine import Machine
+from ...overlap import Overlap
+from ...step_plan import Layer, StepPlan, plan_step
+from ..call import REPORT
+from ..wire import gathered
+from .account import Account
+from .channels import Channels
+from .unit import Unit
+
+_A_CARD = 128  # numbers that ranks tell each other at once
+
+
+class Choosing:
+    """What is left to decide for one model.
+
+    Args:
+        units: of the model.
+        channels: of the group.
+        account: told of the mode.
+        shard: as data_parallel takes it.
+        overlap: what was asked for.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], channels: Channels, account: Account, shard: str, overlap: Overlap
+    ) -> None:
+        self._units, self._channels, self._account = list(units), channels, account
+        self._shard, self._overlap = shard, overlap
+        self._fixed = channels.world_size == 1 or overlap.pattern != "direct"
+        self._decided = False
+        self._machine: Machine | None = None  # that was planned with
+
+    def decide(self, order: Sequence[int]) -> None:
+        """Decides, where that is due ([Note: when it is decided]); then it is a collective.
+
+        Args:
+            order: in which the units' gradients were ready, first to last.
+        """
+        known = None if self._fixed else self._channels.machine
+        if self._fixed or (self._decided and known in (None, self._machine)):
+            return
+        units = self._trained([self._units[number] for number in reversed(order)])
+        nbytes = sum(map(_bytes, units))
+        left_open = self._overlap.mode == "auto"
+        if known is None and left_open and nbytes:
+            known = self._channels.measured(max(units, key=_bytes).dtype, nbytes, REPORT.note)
+        self._decided, self._machine = True, known
+        if known is not None and known.matmul is not None:
+            self._plan(units, nbytes, known)
+        elif left_open and not self._overlap.splits and nbytes < choice.WORTH_BYTES:
+            self._account.take("off", "small", f"{nbytes} bytes are too few to overlap without a plan")
+
+    def _trained(self, units: Sequence[Unit]) -> dict[Unit, Layer]:
+        """Those units that want gradients, with the tokens of the rank that has most."""
+        own = [float(4 * unit.tokens + 2 * unit.chained + unit.is_trained) for unit in units]
+        most: list[int] = []
+        for start in range(0, len(own), _A_CARD):
+            ranks = gathered(self._channels.reduce, own[start : start + _A_CARD])
+            most += (int(max(each)) for each in zip(*ranks, strict=True))
+        told = zip(units, most, strict=True)
+        return {unit: _layer(unit, each // 4, bool(each & 2)) for unit, each in told if each & 1}
+
+    def _plan(self, units: Mapping[Unit, Layer], nbytes: int, machine: Machine) -> None:
+        in_linears = sum(_bytes(unit) for unit, layer in units.items() if layer.tokens)
+        if not units or (nbytes >= choice.WORTH_BYTES and 2 * in_linears < nbytes):
+            return  # what they hide behind is computed by others, of which no plan knows
+        layers = list(units.values())
+        found = plan_step(layers, machine, ranks=self._channels.world_size, shard=self._shard, overlap=self._overlap)
+        if self._overlap.mode == "auto":
+            self._take(units, found)
+        self._account.predict(found.predicted_s, found.exposed_s)
+
+    def _take(self, units: Mapping[Unit, Layer], found: StepPlan) -> None:
+        mode, _, splits, *_ = found.choice
+        first = next((unit for unit, layer in units.items() if layer.tokens), None)
+        cut = mode == "flash" and first is not None and not self._overlap.splits
+        if cut and first is not None:
+            first.cut(splits)
+        self._account.take(mode, found.code, found.reason, splits if cut else 0)
+
+
+def _layer(unit: Unit, tokens: int, chained: bool) -> Layer:
+    if not tokens:
+        return Layer(max(unit.sizes), unit.dtype.itemsize)
+    (member,) = unit.members
+    row_bytes = member.width * unit.dtype.itemsize
+    return Layer(max(member.rows), row_bytes, member.width, tokens, chained, len(unit.parts))
+
+
+def _bytes(unit: Unit) -> int:
+    return unit.total * unit.dtype.itemsize

@@ -1,0 +1,222 @@
+"""What mode a data-parallel model's steps take, and what the report says that they take; ranks are threads."""
+
+import pytest
+import torch
+from torch import nn
+
+import flashoverlap.torch as fo
+from flashoverlap import Link, Machine, Matmul, Overlap, choice
+from flashoverlap.torch.data_parallel import apply
+from flashoverlap.torch.data_parallel.channels import Channels
+from flashoverlap.torch.transport import transport_of
+from ranks import outcomes, run_ranks
+
+WIDTH = 24
+SLOW = Machine(Link(1e-6, 1e6), matmul=Matmul(1e7))  # a matmul of 8 tokens takes a millisecond, and so does its weight
+EVEN = Machine(Link(1e-6, 4e6), matmul=Matmul(1e7))
+FAST = Machine(Link(0.0, 1e12), matmul=Matmul(1e7))
+RECORDS = ("grad_reduce_scatter", "grad_all_gather", "step")
+
+
+@pytest.fixture(autouse=True)
+def _no_records():
+    fo.report().clear()
+    yield
+    fo.report().clear()
+
+
+def stack(width=WIDTH):
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3))).double()
+
+
+def steps(model, rank, count=3, tokens=8):
+    """Gradients of each of some steps."""
+    found = []
+    for step in range(count):
+        model.zero_grad()
+        x = torch.arange(tokens * WIDTH, dtype=torch.float64).view(tokens, WIDTH).sin() * (rank + 1 + step)
+        model(x).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return found
+
+
+def modes(records):
+    """By operator what was taken, in the order of the report."""
+    return {op: [(r.mode_taken, r.reason_code) for r in records if r.op == op] for op in RECORDS}
+
+
+def run(machine, overlap=Overlap(), ranks=2, tokens=lambda rank: 8, make=stack, small_bytes=0):
+    """Three steps of every rank; gradients of rank 0, the engines, and the records of all ranks together."""
+
+    starts = [make() for _ in range(ranks)]  # threads share torch's generator
+
+    def one(rank, group):
+        fo.use_machine(group, machine)
+        model = apply(starts[rank], None, group, overlap=overlap, small_bytes=small_bytes)
+        return steps(model, rank, tokens=tokens(rank)), model._engine
+
+    found = run_ranks(ranks, one)
+    return found[0][0], [engine for _, engine in found], fo.report().records
+
+
+@pytest.mark.parametrize(("machine", "mode", "code"), [(SLOW, "flash", "planned"), (FAST, "off", "plain")])
+def test_the_second_step_takes_what_a_plan_says(machine, mode, code):
+    _, engines, records = run(machine)
+    assert {engine.account.mode for engine in engines} == {mode}
+    assert modes(records) == {
+        "grad_reduce_scatter": [("flash", "rule_of_thumb"), (mode, code)],
+        "grad_all_gather": [("flash", "rule_of_thumb"), (mode, code)],
+        "step": [(mode, code)],
+    }
+    (step,) = (record for record in records if record.op == "step")
+    assert step.calls == 2 * 2  # of two ranks
+    assert step.seconds > 0
+    assert step.reason.startswith("forward, backward and exchanges as a whole: a step's linears")
+    assert 0 < step.predicted_exposed_s < step.predicted_s
+    assert "as a whole" in str(fo.report())
+
+
+@pytest.mark.parametrize("mode", ["flash", "slice", "off", "collective"])
+def test_a_mode_that_was_asked_for_is_kept_and_predicted(mode):
+    _, engines, records = run(SLOW, Overlap(mode))
+    assert {engine.account.mode for engine in engines} == {mode}
+    assert modes(records)["step"] == [(mode, "asked")]
+    assert all(record.predicted_s is None for record in records if record.op != "step")
+    unplanned = run(None, Overlap(mode))[2]
+    assert modes(unplanned)["step"] == [(mode, "asked")]  # those of before: no more have come
+    assert sum(record.calls for record in unplanned if record.op == "step") == 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("machine", [SLOW, FAST])
+def test_gradients_are_those_of_the_mode_that_is_taken(ranks, machine):
+    """Bit by bit: of flash at first, and of what the plan says from then on."""
+    planned, engines, _ = run(machine, ranks=ranks)
+    parts = engines[0].units[0].parts
+    asked = {mode: run(None, Overlap(mode), ranks=ranks)[0] for mode in ("flash", engines[0].account.mode)}
+    for step, mode in enumerate(("flash", engines[0].account.mode, engines[0].account.mode)):
+        assert all(map(torch.equal, planned[step], asked[mode][step])), (step, mode, len(parts))
+
+
+def test_the_rank_with_most_tokens_sets_it():
+    """For one token a matmul is far too short to hide anything; 512 of another rank are worth it."""
+    machine = Machine(Link(1e-6, 1e6), matmul=Matmul(1e8))
+    alone = run(machine, tokens=lambda rank: 1)[1]
+    assert {engine.account.mode for engine in alone} == {"off"}
+    for order in ((1, 512), (512, 1)):
+        _, engines, _ = run(machine, tokens=lambda rank, order=order: order[rank])
+        assert {engine.account.mode for engine in engines} == {"flash"}
+
+
+def test_splits_are_planned_and_the_same_on_every_rank():
+    _, engines, records = run(EVEN)
+    units = [[len(unit.parts) for unit in engine.units] for engine in engines]
+    assert units[0] == units[1]
+    assert units[0][0] > 1
+    (step,) = (record for record in records if record.op == "step")
+    assert step.detail == f"direct x{units[0][0]}"
+    _, engines, _ = run(EVEN, Overlap(splits=3))
+    assert [len(unit.parts) for unit in engines[0].units] == [3, 3, 3]
+
+
+def test_without_a_machine_it_is_flash_by_rule_of_thumb_or_off_where_there_is_little(monkeypatch):
+    _, engines, records = run(None)
+    assert {engine.account.mode for engine in engines} == {"flash"}
+    assert modes(records)["grad_reduce_scatter"] == [("flash", "rule_of_thumb")]
+    fo.report().clear()
+    monkeypatch.setattr(choice, "WORTH_BYTES", 1 << 20)
+    _, engines, records = run(None)
+    assert {engine.account.mode for engine in engines} == {"off"}
+    assert modes(records)["grad_reduce_scatter"] == [("flash", "rule_of_thumb"), ("off", "small")]
+    assert modes(records)["step"] == []
+    assert f"{3 * WIDTH * WIDTH * 8} bytes are too few" in records[-1].reason
+
+
+def test_a_ring_and_a_model_of_other_layers_are_left_to_the_rule_of_thumb():
+    def mixed():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(WIDTH, 2, bias=False), nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 99, 2)).double()
+
+    for machine, overlap, make in ((FAST, Overlap(pattern="ring"), stack), (FAST, Overlap(), mixed)):
+        _, engines, records = run(machine, overlap, make=make)
+        assert {engine.account.mode for engine in engines} == {"flash"}
+        assert {record.reason_code for record in records} == {"rule_of_thumb"}
+
+
+def test_buckets_are_planned_with_what_hides_them():
+    """A bias beside each linear: buckets move, and no kernel of the plan computes with them."""
+
+    def biased():
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+
+    _, engines, records = run(SLOW, make=biased, small_bytes=WIDTH * WIDTH * 8)
+    assert [unit.linear for unit in engines[0].units] == [True, True, True, False]
+    assert modes(records)["step"] == [("flash", "planned")]
+
+
+def test_another_machine_is_planned_for_anew():
+    """After a calibration, say: the step that follows is the last of the old plan."""
+
+    def one(rank, group):
+        model = apply(starts[rank], None, group, small_bytes=0)
+        found = []
+        for machine in (None, SLOW, SLOW, FAST, None, SLOW):
+            fo.use_machine(group, machine)
+            steps(model, rank, 1)
+            found.append(model._engine.account.mode)
+        return found
+
+    starts = [stack() for _ in range(2)]
+    assert run_ranks(2, one) == [["flash", "flash", "flash", "off", "off", "flash"]] * 2
+    asked = {code for _, code in modes(fo.report().records)["step"]}
+    assert asked == {"planned", "plain"}
+
+
+def test_steps_that_only_accumulate_are_not_timed():
+    def one(rank, group):
+        fo.use_machine(group, SLOW)
+        model = apply(stack(), None, group, small_bytes=0)
+        steps(model, rank, 1)
+        with model.no_sync():
+            model(torch.ones(4, WIDTH, dtype=torch.float64)).sum().backward()
+        assert model._engine.account._seconds == 0.0
+        steps(model, rank, 1)
+        return model._engine.account._seconds
+
+    assert run_ranks(2, one) == [0.0, 0.0]
+
+
+def test_a_rank_that_cannot_plan_ends_the_step_of_all(monkeypatch):
+    def one(rank, group):
+        fo.use_machine(group, SLOW)
+        model = apply(stack(), None, group, small_bytes=0)
+        if rank == 0:
+            monkeypatch.setattr(model._engine.gradients.choosing, "_plan", lambda *_: 1 / 0)
+        steps(model, rank)
+
+    _, errors = outcomes(2, one, timeout_s=10.0)
+    assert isinstance(errors[0], ZeroDivisionError)
+    assert isinstance(errors[1], fo.PeerError)
+
+
+def test_a_machine_is_measured_where_a_model_is_worth_it(monkeypatch):
+    """Once, by all ranks, and not where a mode was asked for."""
+    measured = []
+
+    def at_first_use(transport, dtype, device, nbytes, tell):
+        measured.append((transport.rank, dtype, nbytes))
+        transport.use(FAST)
+
+    monkeypatch.setitem(Channels.measured.__globals__, "at_first_use", at_first_use)
+
+    def one(rank, group):
+        for overlap in (Overlap("flash"), Overlap()):
+            steps(apply(stack(), None, group, overlap=overlap, small_bytes=0), rank)
+        return transport_of(group).machine
+
+    assert run_ranks(2, one) == [FAST, FAST]
+    assert sorted(measured, key=lambda each: each[0]) == [
+        (rank, torch.float64, 3 * WIDTH * WIDTH * 8) for rank in (0, 1)
+    ]
