@@ -115,7 +115,7 @@ def test_a_new_number_of_a_machine_is_a_new_version():
             Link: ["latency_s", "bytes_per_s", "sizes", "burst_bytes"],
             Kernel: ["fixed_s", "seconds_per_row", "products", "attention"],
             Matmul: ["flops_per_s", "fixed_s", "memory_bytes_per_s", "efficiency", "activation_s", "attention", "keys_at_once"],
-            Product: ["matmul", "k", "n", "itemsize", "summed"],
+            Product: ["matmul", "k", "n", "itemsize", "summed", "turned"],
             Attention: ["matmul", "features", "keys", "causal", "backward", "itemsize"],
         },
     )  # fmt: skip

@@ -82,6 +82,22 @@ def test_collectives_overlap_nothing(op, rounds, kernels, n):
     )
 
 
+def test_a_collective_costs_something_however_little_it_moves():
+    base = machine(1.0, 0.5, latency_s=0.01)
+    for op, parts in (("all_gather_matmul", 1), ("all_reduce", 2)):
+        schedule = patterns.build(op, [ROWS] * 3, pattern="collective")
+        more_s = seconds(schedule, replace(base, collective_fixed_s=0.25)) - seconds(schedule, base)
+        assert more_s == pytest.approx(parts * 0.25)
+    alone = patterns.build("all_reduce", [ROWS], pattern="collective")
+    assert seconds(alone, replace(base, collective_fixed_s=0.25)) == seconds(alone, base)
+
+
+def test_a_burst_of_the_sender_does_not_hurry_a_slower_receiver():
+    links = (Link(0.0, 100.0, (), 50), Link(0.0, 10.0))
+    schedule = patterns.build("all_gather_matmul", [10] * 2, row_bytes={"x": 10})
+    assert simulate(schedule, Machine(links[0], {"mm": Kernel()}, links=links)).makespan_s == pytest.approx(10.0)
+
+
 def test_a_collective_all_to_all_moves_all_but_the_own_block():
     blocks = [[ROWS] * 3] * 3
     schedule, on = all_to_all(blocks, pattern="collective"), machine(1.0, 0.5, latency_s=0.01)

@@ -124,10 +124,8 @@ class Product:
 
     def seconds(self, rows: int) -> float:
         """Seconds of one call on ``rows`` rows."""
-        shape = (self.k, rows, self.n) if self.summed else (rows, self.k, self.n)
-        if self.turned:
-            shape = shape[::-1]
-        return self.matmul.seconds(*shape, self.itemsize)
+        m, k, n = (self.k, rows, self.n) if self.summed else (rows, self.k, self.n)
+        return self.matmul.seconds(*((n, k, m) if self.turned else (m, k, n)), self.itemsize)
 
 
 @dataclass(frozen=True)

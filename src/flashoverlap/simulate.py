@@ -268,7 +268,10 @@ class _Replay:
         if seconds is None:
             seconds = self.transfer_costs[key] = self.machine.transfer_s(nbytes, rank.number, op.to)
         if self.bursts is not None:
-            seconds -= self.bursts.gained_s(rank.number, nbytes, seconds, self.now)
+            gained_s = self.bursts.gained_s(rank.number, nbytes, seconds, self.now)
+            if key[1] != key[2]:  # what the sender's wire lets through the receiver's still has to take
+                gained_s = min(gained_s, seconds - self.machine.link_of(op.to).seconds(nbytes))
+            seconds -= gained_s
         return seconds
 
     def _cross(self, rank: SimulatedRank, index: int) -> None:
