@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flashoverlap import Kernel, Link, Machine, Matmul, Overlap, build, plan, simulate, verify
 from flashoverlap.alike import alike_after
+from flashoverlap.drift import slowed
 from flashoverlap.plan import Candidate, Plan
 
 MATMUL = Matmul(60e9, 20e-6, 10e9)
@@ -51,7 +52,7 @@ def test_every_operator_is_planned_with_schedules_that_are_right(op, ranks, rows
     for candidate in found.candidates:
         assert all(map(verify, replace(found, candidates=(candidate,)).schedules()))
         assert found.bound_s <= candidate.seconds * (1 + 1e-9)
-    assert found.predicted_s <= 1.01 * min(each.seconds for each in found.candidates)
+    assert found.predicted_s <= 1.02 * min(each.seconds for each in found.candidates)
     assert found.exposed_s == found.predicted_s - found.compute_s
     assert {"collective", "off"} <= {each.mode for each in found.candidates}
 
@@ -246,6 +247,20 @@ def test_the_whole_is_as_fast_as_its_layers_where_there_is_much_to_do(ranks):
             assert found.predicted_s <= 1.02 * sum(layer.predicted_s for layer in found.layers) or not found.layers
 
 
+def test_of_those_that_are_about_as_fast_the_one_that_a_slower_wire_slows_least_is_taken():
+    """Where kernels just hide the whole pieces, splits cost a little; and save much as soon as they just do not."""
+    shape, overlap = {"rows": 2048, "features": 512, "hidden": 1024}, Overlap("flash")
+    on = Machine(Link(1e-4, 120e6), matmul=Matmul(60e9), post_s=5e-4)
+    found = plan("mlp", shape, on, ranks=2, overlap=overlap)
+    whole, cut = (next(e for e in found.candidates if e.splits == splits) for splits in (1, 2))
+    assert whole.seconds < cut.seconds < 1.02 * whole.seconds
+    assert found.choice == cut
+    slower = [
+        plan("mlp", shape, slowed(on, 1.15), ranks=2, overlap=Overlap("flash", splits=splits)) for splits in (1, 2)
+    ]
+    assert slower[1].predicted_s < 0.97 * slower[0].predicted_s
+
+
 def test_one_slow_rank_is_planned_for():
     links = (GIGABIT.link,) * 3 + (Link(100e-6, 12.5e6),)
     even = plan("mlp", {"rows": 8192, **MLP}, GIGABIT, ranks=4)
@@ -263,13 +278,13 @@ NODES = {"uplink": Link(2e-4, 125e6), "contention": 0.1}
     ("on", "ranks", "most"),
     [
         (GIGABIT, 4, 600),
-        (GIGABIT, 8, 600),
-        (replace(GIGABIT, link=Link(1e-4, 125e6, burst_bytes=2e5), post_s=1e-5, notice_s=3e-5, contention=0.1), 8, 700),
-        (GIGABIT, 64, 3000),
-        (replace(GIGABIT, nodes=(4, 4), **NODES), 8, 3000),
-        (replace(GIGABIT, nodes=(3, 5), **NODES), 8, 5000),
-        (replace(GIGABIT, links=UNEVEN, contention=0.1), 8, 5000),
-        (replace(GIGABIT, nodes=(8, 8), **NODES), 16, 8000),
+        (GIGABIT, 8, 700),
+        (replace(GIGABIT, link=Link(1e-4, 125e6, burst_bytes=2e5), post_s=1e-5, notice_s=3e-5, contention=0.1), 8, 800),
+        (GIGABIT, 64, 3500),
+        (replace(GIGABIT, nodes=(4, 4), **NODES), 8, 3500),
+        (replace(GIGABIT, nodes=(3, 5), **NODES), 8, 6000),
+        (replace(GIGABIT, links=UNEVEN, contention=0.1), 8, 7000),
+        (replace(GIGABIT, nodes=(8, 8), **NODES), 16, 10000),
     ],
     ids=["4", "8", "8 with bursts", "64", "2 nodes", "uneven nodes", "uneven links", "16 on 2 nodes"],
 )
@@ -327,7 +342,7 @@ def test_what_is_not_simulated_would_not_be_taken():
             ]
             for overlap in (*fixed, *(Overlap("slice", slices=n) for n in (2, 4, 8))):
                 alone = plan(op, shape, on, ranks=4, overlap=overlap)
-                assert taken.predicted_s <= 1.0101 * alone.predicted_s, (op, overlap)
+                assert taken.predicted_s <= 1.0202 * alone.predicted_s, (op, overlap)
 
 
 def test_few_rows_are_sliced_where_that_was_asked_for():

@@ -35,6 +35,11 @@ class Candidate(NamedTuple):
         return " ".join(filter(None, (self.mode, detail(*self[:4], self.along))))
 
     @property
+    def overlaps(self) -> bool:
+        """Whether it hides anything."""
+        return self.mode not in ("collective", "off")
+
+    @property
     def family(self) -> tuple[object, ...]:
         """What all numbers of parts have in common."""
         return self.pattern, self.nodes, self.along

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .candidate import Candidate, families, plain
 from .cut import Cut, cuts_of, schedule
+from .drift import slowed
 from .machine import Machine
 from .overlap import MODES, Overlap
 from .schedule import Schedule
@@ -23,6 +24,8 @@ Sizes = tuple[tuple[str, int | tuple[int, ...]], ...]
 
 _WORSE = 0.02  # with as much more than the best before it, no larger number of parts is tried
 _TIE = 0.01  # candidates as close as this are taken as equal, since no prediction is better
+_NEAR = 0.02  # and as close as this, the one that is steadier is taken
+_SLOWER = 1.15  # times as long a transfer takes, to tell which that is
 _SURE = 0.05  # by as much, layers one after the other must be faster: less of it was not found again on a wire
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -170,7 +173,7 @@ class _Planner:
         self.compute_s = cuts[0].compute_s()
 
     def plan(self) -> Plan:
-        """Simulates what could be taken, and takes the simplest of those that are as fast as the fastest."""
+        """Simulates what could be taken, and takes the steadiest and simplest of those that are about as fast."""
         rows, features = self.cuts[0], self.cuts[-1]
         wire_s = min(cut.wire_s() for cut in self.cuts)
         search = _Search(max(self.compute_s, wire_s))
@@ -181,7 +184,7 @@ class _Planner:
             if not search.settled:
                 for family in families(self.overlap, cut.pieces, cut.orders(self.overlap), cut.along):
                     self.explore(cut, family, search)
-        choice, found, layers = search.taken, search.found, self.layers(search)
+        choice, found, layers = self.steadier(search), search.found, self.layers(search)
         if layers:
             each = "; ".join(str(layer.choice) for layer in layers)
             found.append(Candidate("layers", each, 1, seconds=sum(layer.predicted_s for layer in layers)))
@@ -193,6 +196,23 @@ class _Planner:
             self.op, rows.work.flow, rows.pieces, rows.row_bytes(choice), rows.work.tensors, (choice, *others),
             self.compute_s, wire_s, code, reason, *by_features, layers,
         )  # fmt: skip
+
+    def steadier(self, search: _Search) -> Candidate:
+        """What is taken, or the fastest of the others that overlap, where that is about as fast and a slower wire slows
+        it less.
+
+        [Note: no machine stays as it is] The balance between kernels and wire moves by a tenth within seconds where
+        others use the machine too. Of two candidates that are as fast as it was measured, one may be held up by the
+        wire when kernels run faster, while the other still has kernels to hide it behind.
+        """
+        taken = search.taken
+        others = [each for each in search.found if each.overlaps and each is not taken]
+        rival = min(others, key=lambda each: each.seconds, default=taken)
+        if not taken.overlaps or rival is taken or rival.seconds > taken.seconds * (1 + _NEAR):
+            return taken
+        slow = {cut.along: replace(cut, machine=slowed(cut.machine, _SLOWER, _SLOWER)) for cut in self.cuts}
+        taken_s, rival_s = (self.simulated(slow[each.along], each).seconds for each in (taken, rival))
+        return rival if rival.seconds + rival_s < (taken.seconds + taken_s) * (1 - _TIE) else taken
 
     def layers(self, search: _Search) -> tuple[Plan, ...]:
         """Plans of the layers one after the other, where that could be faster; ranks wait for each other in between."""
