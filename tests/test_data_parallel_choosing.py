@@ -174,6 +174,73 @@ def test_another_machine_is_planned_for_anew():
     assert asked == {"planned", "plain"}
 
 
+def test_nothing_is_predicted_without_a_machine():
+    def one(rank, group):
+        model = apply(starts[rank], None, group, small_bytes=0)
+        found = []
+        for machine in (SLOW, SLOW, None, None, SLOW, SLOW):
+            fo.use_machine(group, machine)
+            steps(model, rank, 1)
+            found.append(model._engine.account._predicted is not None)
+        return found
+
+    starts = [stack() for _ in range(2)]
+    assert run_ranks(2, one) == [[True, True, False, False, True, True]] * 2
+
+
+@pytest.mark.parametrize("machine", [None, FAST])
+def test_a_model_of_which_most_is_frozen_is_left_to_the_rule_of_thumb(machine, monkeypatch):
+    """What is frozen travels all the same where parameters are sharded, and no plan knows of it."""
+    monkeypatch.setattr(choice, "WORTH_BYTES", 1 << 20)
+
+    def adapted():
+        model = stack()
+        for linear in model[1:]:
+            linear.weight.requires_grad_(False)
+        return model
+
+    starts = [adapted() for _ in range(2)]
+
+    def one(rank, group):
+        fo.use_machine(group, machine)
+        model = apply(starts[rank], None, group, small_bytes=0)
+        model._engine.gradients.choosing._shard = "parameters"  # which would need a mesh
+        for _ in range(2):
+            model(torch.ones(4, WIDTH, dtype=torch.float64)).sum().backward()
+        return model._engine.account.mode, model._engine.account._predicted
+
+    assert run_ranks(2, one) == [("flash", None)] * 2
+
+
+def test_what_overlaps_nothing_is_not_cut_and_cut_again_when_it_does():
+    def one(rank, group):
+        model = apply(starts[rank], None, group, overlap=Overlap(), small_bytes=0)
+        first = [len(unit.parts) for unit in model._engine.units]
+        found = []
+        for machine in (FAST, SLOW):
+            fo.use_machine(group, machine)
+            steps(model, rank, 1)
+            found.append([len(unit.parts) for unit in model._engine.units])
+        return first, *found
+
+    starts = [stack() for _ in range(4)]
+    first, off, flash = run_ranks(4, one)[0]
+    assert min(first) > 1
+    assert off == [1, 1, 1]
+    assert flash[1:] == first[1:]
+
+
+def test_forwards_in_eval_mode_belong_to_no_step():
+    def one(rank, group):
+        fo.use_machine(group, SLOW)
+        model = apply(starts[rank], None, group, small_bytes=0)
+        model.eval()(torch.ones(4, WIDTH, dtype=torch.float64))
+        return model._engine.account._seconds
+
+    starts = [stack() for _ in range(2)]
+    assert run_ranks(2, one) == [0.0, 0.0]
+
+
 def test_steps_that_only_accumulate_are_not_timed():
     def one(rank, group):
         fo.use_machine(group, SLOW)

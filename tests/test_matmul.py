@@ -52,6 +52,7 @@ def test_lists_are_taken_and_frozen():
         ({"fixed_s": -1.0}, "fixed_s must be"),
         ({"memory_bytes_per_s": math.nan}, "memory_bytes_per_s"),
         ({"activation_s": -1e-9}, "activation_s must be"),
+        ({"attention": (1.0,)}, r"attention is \(forward, backward\), not \(1.0,\)"),
         ({"attention": (1.0, 0.0)}, "attention must be a number above 0"),
         ({"efficiency": ((1, 2, 3),)}, r"a point of efficiency is \(m, k, n, share\)"),
         ({"efficiency": ((1, 2, 3, 0.0),)}, "a share of efficiency must be a number above 0"),

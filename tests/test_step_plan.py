@@ -113,3 +113,13 @@ def test_kernels_of_the_schedule_are_known_to_nobody_else():
     found = plan_step(stack(2), machine(), ranks=2)
     with pytest.raises(ValueError, match="no kernel"):
         simulate(found.schedule(), machine())
+
+
+@pytest.mark.parametrize("splits", [1, 4, 8])
+def test_what_is_tried_depends_on_no_splits_that_the_first_linear_has(splits):
+    stack = [Layer(64, 512, 64, 256, False, splits), Layer(64, 512, 64, 256, True, 1)]
+    machine = Machine(Link(1e-3, 1e8), matmul=Matmul(1e10))
+    tried = {
+        each.splits for each in plan_step(stack, machine, ranks=2, shard="none").candidates if each.mode == "flash"
+    }
+    assert 1 in tried

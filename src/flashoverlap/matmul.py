@@ -49,6 +49,9 @@ class Matmul:
         check_number("flops_per_s", self.flops_per_s, positive=True)
         for name in ("fixed_s", "activation_s", "keys_at_once"):
             check_number(name, getattr(self, name))
+        object.__setattr__(self, "attention", tuple(self.attention))
+        if len(self.attention) != 2:
+            raise ValueError(f"attention is (forward, backward), not {self.attention!r}")
         for slowness in self.attention:
             check_number("attention", slowness, positive=True)
         check_number("memory_bytes_per_s", self.memory_bytes_per_s, positive=True, infinite=True)

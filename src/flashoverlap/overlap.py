@@ -20,8 +20,8 @@ class Overlap:
             megabyte or more has it measured, or is "flash" with a rule of thumb for ``splits``, and a smaller one is
             "off". The report says which.
         pattern: "direct" (rotated rounds between all pairs) or "ring" (neighbours only), for "flash" and "auto".
-        splits: parts that every piece is cut into, for "flash" and "auto", at most one a row; None leaves it to the
-            plan, or to the rule of thumb.
+        splits: parts that every piece is cut into, for "flash" and "auto", at most one a row (or a feature, where
+            those are cut); None leaves it to the plan, or to the rule of thumb.
         slices: number of slices for "slice"; None means 4.
         strict: raise RuntimeError on every rank, before anything moves, where the mode asked for is not the one taken
             ("auto" leaves the mode open). At present every mode asked for is taken.

@@ -151,7 +151,7 @@ def _candidates(layers: Sequence[Layer], ranks: int, shard: str, overlap: Overla
     if overlap.mode in ("auto", "flash"):
         splits = [linears[0].splits] if linears else [1]
         if linears and overlap.mode == "auto" and not overlap.splits:
-            least = min(layer.splits for layer in linears)  # that memory allows
+            least = min((layer.splits for layer in linears[1:]), default=1)  # that memory allows
             splits = [each for each in _SPLITS if least <= each <= max(least, linears[0].rows)]
         yield [Candidate("flash", "direct", each) for each in splits]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from statistics import fmean, median
@@ -17,6 +18,7 @@ from .wire import gathered, synchronize
 
 _MANY = 8  # exchanges with each peer
 _ROUNDS, _LONG_ROUNDS = 15, 11
+_MOST_OFTEN = 8
 
 
 class Steps(NamedTuple):
@@ -30,18 +32,19 @@ class Steps(NamedTuple):
 def steps_of(transport: Any, device: torch.device, latency_s: float, multiply: Callable[[], object]) -> Steps:
     """What issuing, posting and waiting cost. Collective.
 
-    A gather of a few bytes and a kernel that does nothing, with one exchange with each peer and with many: what an
-    exchange more takes is what posting it costs, and what the first takes beyond that and the wire is what it takes to
-    be told. The clock on the wall counts, since both go from thread to thread.
+    A gather of a few bytes and a kernel that does nothing, with one exchange with each peer and with many: what the
+    first takes beyond an exchange more, or beyond the wire, is what it takes to be told. The clock on the wall counts,
+    since it goes from thread to thread.
 
     [Note: beside matmuls] Those who carry exchanges out (threads, interrupts) may need a core that a matmul is using.
-    So the same exchanges are timed once more beside matmuls, and what those are longer for it is what posting costs.
+    So the many are run once more with matmuls that each take longer than an exchange; what those are longer for it is
+    what posting costs.
 
     Args:
         transport: of the group.
         device: of the tensors.
         latency_s: what a message holds the wire for.
-        multiply: a matmul that takes longer than a message.
+        multiply: a short matmul.
     """
     issue_s = _seconds(_schedule(1, _MANY), Silent(), device) / _MANY
     ranks = transport.world_size
@@ -50,10 +53,21 @@ def steps_of(transport: Any, device: torch.device, latency_s: float, multiply: C
     few, many = (_schedule(ranks, each) for each in (1, _MANY))
     few_s, many_s = (_seconds(each, transport, device) for each in (few, many))
     peers = ranks - 1
-    posted_s = max(0.0, (many_s - few_s) / (_MANY - 1) - issue_s)  # by one exchange more with each
-    told_s = few_s - issue_s - max(posted_s, peers * latency_s)
-    posted_s = max(posted_s, _longer_s(many, transport, device, multiply) / _MANY)
+    more_s = max(0.0, (many_s - few_s) / (_MANY - 1) - issue_s)  # by one exchange more with each
+    told_s = few_s - issue_s - max(more_s, peers * latency_s)
+    hidden = _at_least(multiply, max(more_s, peers * latency_s), device)
+    posted_s = _longer_s(many, transport, device, hidden) / _MANY
     return Steps(issue_s, max(0.0, posted_s / peers - issue_s), max(0.0, told_s))
+
+
+def _at_least(multiply: Callable[[], object], seconds: float, device: torch.device) -> Callable[[], object]:
+    """The matmul as often as it takes to last so long."""
+    start_s = time.perf_counter()
+    for _ in range(_MANY):
+        multiply()
+    synchronize(device)
+    often = min(_MOST_OFTEN, math.ceil(seconds * _MANY / (time.perf_counter() - start_s)))
+    return multiply if often <= 1 else lambda: [multiply() for _ in range(often)]
 
 
 def _longer_s(schedule: Schedule, transport: Any, device: torch.device, multiply: Callable[[], object]) -> float:

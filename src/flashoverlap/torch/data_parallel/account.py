@@ -62,18 +62,16 @@ class Account:
         self.mode, self._code, self._why = mode, code, why
         self._splits = f" x{splits}" if splits else ""
 
-    def predict(self, seconds: float, exposed_s: float) -> None:
-        """What a plan says of each step from the next one on, and of what communication adds to it."""
-        self._predicted = seconds, exposed_s
+    def predict(self, seconds: tuple[float, float] | None) -> None:
+        """What a plan says of each step from the next one on, and of what communication adds to that; or None."""
+        self._predicted = seconds
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Within, a step goes on."""
         start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.took(start_s)
+        yield
+        self.took(start_s)
 
     def took(self, start_s: float) -> None:
         """A part of the step began then, by time.perf_counter, and ends now."""

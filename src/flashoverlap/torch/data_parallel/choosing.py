@@ -22,6 +22,7 @@ from .channels import Channels
 from .unit import Unit
 
 _A_CARD = 128  # numbers that ranks tell each other at once
+_MOST_PIECES = 2048  # of all layers together: a plan for more takes seconds, and the rule of thumb stays
 
 
 class Choosing:
@@ -41,6 +42,7 @@ class Choosing:
         self._units, self._channels, self._account = list(units), channels, account
         self._shard, self._overlap = shard, overlap
         self._fixed = channels.world_size == 1 or overlap.pattern != "direct"
+        self._parts = {unit: len(unit.parts) for unit in self._units}  # where exchanges overlap, as memory allows
         self._decided = False
         self._machine: Machine | None = None  # that was planned with
 
@@ -52,9 +54,16 @@ class Choosing:
         """
         known = None if self._fixed else self._channels.machine
         if self._fixed or (self._decided and known in (None, self._machine)):
+            if known is None:  # the mode stays, and nothing is said of it any more
+                self._machine = None
+                self._account.predict(None)
             return
         units = self._trained([self._units[number] for number in reversed(order)])
         nbytes = sum(map(_bytes, units))
+        self._account.predict(None)
+        if self._shard != "none" and 2 * nbytes < sum(map(_bytes, self._units)):
+            self._decided, self._machine = True, known
+            return  # most of what moves is frozen, and no plan knows of that
         left_open = self._overlap.mode == "auto"
         if known is None and left_open and nbytes:
             known = self._channels.measured(max(units, key=_bytes).dtype, nbytes, REPORT.note)
@@ -72,20 +81,24 @@ class Choosing:
             ranks = gathered(self._channels.reduce, own[start : start + _A_CARD])
             most += (int(max(each)) for each in zip(*ranks, strict=True))
         told = zip(units, most, strict=True)
-        return {unit: _layer(unit, each // 4, bool(each & 2)) for unit, each in told if each & 1}
+        return {unit: _layer(unit, each // 4, bool(each & 2), self._parts[unit]) for unit, each in told if each & 1}
 
     def _plan(self, units: Mapping[Unit, Layer], nbytes: int, machine: Machine) -> None:
         in_linears = sum(_bytes(unit) for unit, layer in units.items() if layer.tokens)
         if not units or (nbytes >= choice.WORTH_BYTES and 2 * in_linears < nbytes):
             return  # what they hide behind is computed by others, of which no plan knows
-        layers = list(units.values())
-        found = plan_step(layers, machine, ranks=self._channels.world_size, shard=self._shard, overlap=self._overlap)
+        layers, ranks = list(units.values()), self._channels.world_size
+        if len(layers) * ranks > _MOST_PIECES:
+            return
+        found = plan_step(layers, machine, ranks=ranks, shard=self._shard, overlap=self._overlap)
         if self._overlap.mode == "auto":
             self._take(units, found)
-        self._account.predict(found.predicted_s, found.exposed_s)
+        self._account.predict((found.predicted_s, found.exposed_s))
 
     def _take(self, units: Mapping[Unit, Layer], found: StepPlan) -> None:
         mode, _, splits, *_ = found.choice
+        for unit in self._units:
+            unit.cut(self._parts[unit] if mode == "flash" else 1)
         first = next((unit for unit, layer in units.items() if layer.tokens), None)
         cut = mode == "flash" and first is not None and not self._overlap.splits
         if cut and first is not None:
@@ -93,12 +106,12 @@ class Choosing:
         self._account.take(mode, found.code, found.reason, splits if cut else 0)
 
 
-def _layer(unit: Unit, tokens: int, chained: bool) -> Layer:
+def _layer(unit: Unit, tokens: int, chained: bool, parts: int) -> Layer:
     if not tokens:
         return Layer(max(unit.sizes), unit.dtype.itemsize)
     (member,) = unit.members
     row_bytes = member.width * unit.dtype.itemsize
-    return Layer(max(member.rows), row_bytes, member.width, tokens, chained, len(unit.parts))
+    return Layer(max(member.rows), row_bytes, member.width, tokens, chained, parts)
 
 
 def _bytes(unit: Unit) -> int:

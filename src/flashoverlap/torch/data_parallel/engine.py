@@ -124,7 +124,7 @@ class Engine:
             with self.computing():
                 yield
             return
-        with self.account.timed() if torch.is_grad_enabled() else nullcontext(), self._outermost(training):
+        with self.account.timed() if training and torch.is_grad_enabled() else nullcontext(), self._outermost(training):
             yield
 
     @contextmanager

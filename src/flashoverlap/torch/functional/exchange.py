@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ...choice import rows_class
 from ...overlap import Overlap
 from ...patterns import split_sizes
 from ..call import Call, eager
@@ -337,7 +338,7 @@ def _sum(call: Call, x: torch.Tensor, phase: str = "") -> torch.Tensor:
 def whole_tensors(call: Call, x: torch.Tensor, lease: Lease, phase: str = "") -> list[torch.Tensor]:
     """All ranks' ``x`` by rank, exchanged in one round; they lie in the lease."""
     flow, each = "all_gather_matmul", (1,) * call.world_size
-    choice, rows = call.choose(flow, 1, each, 1, {"features": x.numel()})
+    choice, rows = call.choose(flow, 1, each, 1, {"features": rows_class(x.numel(), 1)})
     buffer = lease.tensor(rows.total, x.numel(), x.dtype)
     tensors = [row.view(x.shape) for row in buffer]
     tensors[call.rank].copy_(x)
