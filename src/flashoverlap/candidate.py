@@ -11,7 +11,7 @@ _SLICES = (2, 4, 8)
 _SPLITS = (1, 2, 4, 8, 16)
 _FEWEST_ROWS = 8  # in a split: fewer are no matmul any more
 _MOST_PARTS = 512  # pieces times splits: more messages than that never paid
-_MODES = ("collective", "off", "slice", "flash")
+_MODES = ("off", "collective", "slice", "flash")
 
 
 class Candidate(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .all_to_all import all_to_all
 from .candidate import Candidate
@@ -111,12 +111,14 @@ def cuts_of(
     work, rows = workload(op, sizes, ranks), _pieces(total, ranks)
     itemsize, accumulated = itemsizes
 
-    def of(work: Workload, layers: tuple[Cut, ...] = ()) -> Cut:
-        return Cut(work, rows, work.on(machine, sum(rows), itemsize), itemsize, accumulated, layers=layers)
+    def of(work: Workload, on: Machine, layers: tuple[Cut, ...] = ()) -> Cut:
+        return Cut(work, rows, work.on(on, sum(rows), itemsize), itemsize, accumulated, layers=layers)
 
     # not where kernels have costs by name, of the whole call, nor where all ranks' programs have to be replayed
     whole = machine.matmul is None or machine.kernels or machine.uplink or machine.links or ranks == 1
-    cut = of(work, () if whole else tuple(map(of, layers_of(work))))
+    later = replace(machine, link=replace(machine.link, burst_bytes=0))  # which the first layer has used up
+    layers = [] if whole else [of(layer, later if at else machine) for at, layer in enumerate(layers_of(work))]
+    cut = of(work, machine, tuple(layers))
     # kernels and additions that a machine has by name cost what they do for a row
     told = machine.matmul is None or machine.add != Kernel() or set(machine.kernels) & set(work.kernels)
     turned = along_features(op, sizes, sum(rows)) if 0 < max(rows) < FEW_ROWS and ranks > 1 and not told else None

@@ -189,6 +189,7 @@ class _Planner:
             each = "; ".join(str(layer.choice) for layer in layers)
             found.append(Candidate("layers", each, 1, seconds=sum(layer.predicted_s for layer in layers)))
             choice = found[-1] if found[-1].seconds * (1 + _SURE) < choice.seconds else choice
+        choice = self.worth(choice, found)
         others = sorted((each for each in found if each is not choice), key=lambda each: (each.seconds, each))
         code, reason = _reason(choice, others, len(rows.pieces))
         by_features = (features.pieces, features.row_bytes(choice)) if len(self.cuts) > 1 else ((), ())
@@ -213,6 +214,14 @@ class _Planner:
         slow = {cut.along: replace(cut, machine=slowed(cut.machine, _SLOWER, _SLOWER)) for cut in self.cuts}
         taken_s, rival_s = (self.simulated(slow[each.along], each).seconds for each in (taken, rival))
         return rival if rival.seconds + rival_s < (taken.seconds + taken_s) * (1 - _TIE) else taken
+
+    def worth(self, choice: Candidate, found: Sequence[Candidate]) -> Candidate:
+        """The choice, or what overlaps nothing if less is gained than one message costs, which varies as much."""
+        on = self.cuts[0].machine
+        plain_first = sorted((each for each in found if not each.overlaps), key=lambda each: each.seconds)
+        least_s = on.post_s + on.notice_s
+        small = choice.overlaps and plain_first and plain_first[0].seconds - choice.seconds < least_s
+        return plain_first[0] if small else choice
 
     def layers(self, search: _Search) -> tuple[Plan, ...]:
         """Plans of the layers one after the other, where that could be faster; ranks wait for each other in between."""

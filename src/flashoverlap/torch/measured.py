@@ -145,27 +145,30 @@ class _Collectives(NamedTuple):
 
 
 def _collectives(transport: Any, machine: Machine, device: torch.device) -> _Collectives:
-    """What an all-gather and a reduce-scatter take beside posting and latencies: next to nothing moved, and much."""
+    """What collectives take beside latencies: next to nothing moved, by the slowest kind, and much."""
     rounds = transport.world_size - 1
     bytes_per_s = 1 / machine.collective_s(0, 1)
     count = int(min(wire.MOST_BYTES, max(4, wire.STEP_S * bytes_per_s)) / (4 * rounds)) or 1
-    beside_s = machine.collective_s(rounds, 1) + machine.post_s + machine.notice_s
-    fixed_s = max(0.0, _collective_s(transport, 1, _SMALL_RUNS, device) - beside_s)
+    beside_s = machine.collective_s(rounds, 1) + machine.notice_s  # posting is quick while nothing else wants the core
+    gather_s, scatter_s, both_s = _seconds_of_collectives(transport, 1, _SMALL_RUNS, device)
+    fixed_s = max(0.0, max(gather_s, scatter_s, both_s / 2) - beside_s)
     wire_s = machine.collective_s(0, 4 * count * rounds)
-    took_s = _collective_s(transport, count, 3, device) - beside_s - fixed_s
-    return _Collectives(wire_s / max(wire_s, took_s), fixed_s)
+    gather_s, scatter_s, _ = _seconds_of_collectives(transport, count, 3, device)
+    return _Collectives(wire_s / max(wire_s, (gather_s + scatter_s) / 2 - beside_s - fixed_s), fixed_s)
 
 
-def _collective_s(transport: Any, count: int, runs: int, device: torch.device) -> float:
-    """Seconds of a collective of pieces of ``count`` numbers on the slowest rank, as the mean of both kinds."""
-    rank = transport.rank
+def _seconds_of_collectives(transport: Any, count: int, runs: int, device: torch.device) -> list[float]:
+    """Seconds of an all-gather, a reduce-scatter and an all-reduce, ``count`` numbers a piece, on the slowest rank."""
     pieces = [torch.zeros(count, dtype=torch.float32, device=device) for _ in range(transport.world_size)]
-    scattered = torch.zeros_like(pieces[rank])
-    seconds = []
-    for kind, reads, writes in (("all_gather", [pieces[rank]], pieces), ("reduce_scatter", pieces, [scattered])) * runs:
-        gathered(transport, [])
-        start_s = time.perf_counter()
-        transport.collective(kind, reads, writes).wait()
-        wire.synchronize(device)
-        seconds.append(time.perf_counter() - start_s)
-    return wire.slowest(transport, (median(seconds[::2]) + median(seconds[1::2])) / 2)
+    sums = [torch.zeros_like(piece) for piece in pieces]
+    own, summed = [pieces[transport.rank]], [sums[transport.rank]]
+    kinds = {"all_gather": (own, pieces), "reduce_scatter": (pieces, summed), "all_reduce": (pieces, sums)}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(runs):
+        for kind, tensors in kinds.items():
+            gathered(transport, [])
+            start_s = time.perf_counter()
+            transport.collective(kind, *tensors).wait()
+            wire.synchronize(device)
+            seconds[kind].append(time.perf_counter() - start_s)
+    return _longest(transport, list(map(median, seconds.values())))
