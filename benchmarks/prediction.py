@@ -104,13 +104,13 @@ def grid(names: Sequence[str], quick: bool, repeats: int) -> Iterator[Options]:
             passes = CASES[name](seq).passes
             for link in QUICK_LINKS if quick else LINKS:
                 for phase in passes[:1] if quick else passes:
-                    yield point(name, seq, phase, repeats, link=link)
+                    yield options_of(name, seq, phase, repeats, link=link)
         if not quick:
             passes = CASES[name](NODES_SIZE).passes
-            yield point(name, NODES_SIZE, passes[0], repeats, ranks=4, link="4gbit", nodes=2, uplink="1gbit")
+            yield options_of(name, NODES_SIZE, passes[0], repeats, ranks=4, link="4gbit", nodes=2, uplink="1gbit")
 
 
-def point(name: str, seq: int, phase: str, repeats: int, ranks: int = 2, **where: Any) -> Options:
+def options_of(name: str, seq: int, phase: str, repeats: int, ranks: int = 2, **where: Any) -> Options:
     """One point of the grid."""
     rounds = max(repeats, SHORT_ROWS // seq)
     return Options(CASES[name](seq), ranks, modes=modes_of(name), phase=phase, repeats=rounds, splits="best", **where)

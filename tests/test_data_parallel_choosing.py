@@ -156,36 +156,33 @@ def test_buckets_are_planned_with_what_hides_them():
     assert modes(records)["step"] == [("flash", "planned")]
 
 
-def test_another_machine_is_planned_for_anew():
-    """After a calibration, say: the step that follows is the last of the old plan."""
+def told(machines, look):
+    """What each of two ranks sees of its engine after a step with each machine."""
 
     def one(rank, group):
         model = apply(starts[rank], None, group, small_bytes=0)
         found = []
-        for machine in (None, SLOW, SLOW, FAST, None, SLOW):
+        for machine in machines:
             fo.use_machine(group, machine)
             steps(model, rank, 1)
-            found.append(model._engine.account.mode)
+            found.append(look(model._engine))
         return found
 
     starts = [stack() for _ in range(2)]
-    assert run_ranks(2, one) == [["flash", "flash", "flash", "off", "off", "flash"]] * 2
+    return run_ranks(2, one)
+
+
+def test_another_machine_is_planned_for_anew():
+    """After a calibration, say: the step that follows is the last of the old plan."""
+    modes_of = told((None, SLOW, SLOW, FAST, None, SLOW), lambda engine: engine.account.mode)
+    assert modes_of == [["flash", "flash", "flash", "off", "off", "flash"]] * 2
     asked = {code for _, code in modes(fo.report().records)["step"]}
     assert asked == {"planned", "plain"}
 
 
 def test_nothing_is_predicted_without_a_machine():
-    def one(rank, group):
-        model = apply(starts[rank], None, group, small_bytes=0)
-        found = []
-        for machine in (SLOW, SLOW, None, None, SLOW, SLOW):
-            fo.use_machine(group, machine)
-            steps(model, rank, 1)
-            found.append(model._engine.account._predicted is not None)
-        return found
-
-    starts = [stack() for _ in range(2)]
-    assert run_ranks(2, one) == [[True, True, False, False, True, True]] * 2
+    predicted = told((SLOW, SLOW, None, None, SLOW, SLOW), lambda engine: engine.account._predicted is not None)
+    assert predicted == [[True, True, False, False, True, True]] * 2
 
 
 @pytest.mark.parametrize("machine", [None, FAST])

@@ -125,9 +125,11 @@ def _along_more(
 ) -> Choice:
     """Without a plan, along rows or along features: few rows make small matmuls, each of which reads the weight, and
     where there are fewer than ranks, pieces without any."""
-    total, features = sum(rows), pieces_of_features(op, sizes, len(rows))
+    total = sum(rows)
     few = max(rows) < fewest_rows if overlap.mode in ("auto", "flash") else not min(rows)
-    if not few or not total or overlap.mode == "collective" or max(rows) >= max(features, default=0):
+    cuts = few and total and overlap.mode != "collective"  # how a backend cuts is its own affair
+    features = pieces_of_features(op, sizes, len(rows)) if cuts else ()
+    if max(rows) >= max(features, default=0):
         return _unplanned(overlap, op, rows, fewest_rows)
     found = _unplanned(overlap, op, features, fewest_rows * FEWEST_ROWS // total, "features")
     return found._replace(reason=f"{found.reason}; pieces of features, as {total} rows are few")

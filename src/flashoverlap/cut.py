@@ -55,13 +55,11 @@ class Cut:
     def orders(self, overlap: Overlap) -> list[tuple[str, int]]:
         """Patterns, and over how many nodes their rounds are spread, that may hide communication."""
         sizes, pattern = self.machine.nodes, overlap.pattern
-        orders = [("direct", 1)] if pattern == "direct" else []
+        orders: list[tuple[str, int]] = [("direct", 1)] if pattern == "direct" else []
         blocks = flow_of(self.work.flow).swap is not None
         if orders and self.machine.uplink is not None and len(set(sizes)) == 1 and 1 < len(sizes) < len(self.pieces):
-            orders = [
-                *([] if blocks else orders),
-                ("direct", len(sizes)),
-            ]  # blocks go from end to end, in whatever order
+            spread = ("direct", len(sizes))
+            orders = [spread] if blocks else [*orders, spread]  # blocks go from end to end, in whatever order
         # an all-to-all sends every block once, and round a ring each as far as it has to go
         if pattern == "ring" or (overlap.mode == "auto" and not blocks):
             orders.append(("ring", 1))

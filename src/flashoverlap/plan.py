@@ -8,9 +8,9 @@ where rows are few, the same with pieces cut along features, if the operator can
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 
 from .candidate import Candidate, families, plain
 from .cut import Cut, cuts_of, schedule
@@ -171,19 +171,20 @@ class _Planner:
     def __init__(self, op: str, cuts: Sequence[Cut], overlap: Overlap, modes: Sequence[str] = MODES) -> None:
         self.op, self.cuts, self.overlap, self.modes = op, cuts, overlap, modes
         self.compute_s = cuts[0].compute_s()
+        self.wire_s = min(cut.wire_s() for cut in cuts)
 
     def plan(self) -> Plan:
         """Simulates what could be taken, and takes the steadiest and simplest of those that are about as fast."""
         rows, features = self.cuts[0], self.cuts[-1]
-        wire_s = min(cut.wire_s() for cut in self.cuts)
-        search = _Search(max(self.compute_s, wire_s))
+        search = _Search(max(self.compute_s, self.wire_s))
         for cut in self.cuts:
             each = plain(self.overlap, len(rows.pieces), cut.along)
             search.found += (self.simulated(cut, candidate) for candidate in each if candidate.mode in self.modes)
         for cut in self.cuts[::-1]:  # where rows are few, features are the faster as a rule
             if not search.settled:
+                least = cache(partial(cut.least_s, compute_s=self.compute_s))
                 for family in families(self.overlap, cut.pieces, cut.orders(self.overlap), cut.along):
-                    self.explore(cut, family, search)
+                    self.explore(cut, family, search, least)
         choice, found, layers = self.steadier(search), search.found, self.layers(search)
         if layers:
             each = "; ".join(str(layer.choice) for layer in layers)
@@ -191,11 +192,12 @@ class _Planner:
             choice = found[-1] if found[-1].seconds * (1 + _SURE) < choice.seconds else choice
         choice = self.worth(choice, found)
         others = sorted((each for each in found if each is not choice), key=lambda each: (each.seconds, each))
-        code, reason = _reason(choice, others, len(rows.pieces))
+        took = f"{choice} is predicted to take {choice.seconds * 1e3:.3f} ms"
+        code, reason = reason_of(choice, others, len(rows.pieces), took, lambda rival, ms: f"{rival} {ms}")
         by_features = (features.pieces, features.row_bytes(choice)) if len(self.cuts) > 1 else ((), ())
         return Plan(
             self.op, rows.work.flow, rows.pieces, rows.row_bytes(choice), rows.work.tensors, (choice, *others),
-            self.compute_s, wire_s, code, reason, *by_features, layers,
+            self.compute_s, self.wire_s, code, reason, *by_features, layers,
         )  # fmt: skip
 
     def steadier(self, search: _Search) -> Candidate:
@@ -218,10 +220,8 @@ class _Planner:
     def worth(self, choice: Candidate, found: Sequence[Candidate]) -> Candidate:
         """The choice, or what overlaps nothing if less is gained than one message costs, which varies as much."""
         on = self.cuts[0].machine
-        plain_first = sorted((each for each in found if not each.overlaps), key=lambda each: each.seconds)
-        least_s = on.post_s + on.notice_s
-        small = choice.overlaps and plain_first and plain_first[0].seconds - choice.seconds < least_s
-        return plain_first[0] if small else choice
+        best = min((each for each in found if not each.overlaps), key=lambda each: each.seconds, default=choice)
+        return best if choice.overlaps and best.seconds - choice.seconds < on.post_s + on.notice_s else choice
 
     def layers(self, search: _Search) -> tuple[Plan, ...]:
         """Plans of the layers one after the other, where that could be faster; ranks wait for each other in between."""
@@ -236,15 +236,15 @@ class _Planner:
 
     def least_s(self) -> float:
         """Seconds below which no schedule comes: kernels are slower while the wire is busy, or wait for it."""
-        contention, wire_s = self.cuts[0].machine.contention, self.cuts[0].wire_s()
-        return max(self.compute_s + wire_s * contention / (1 + contention), wire_s)
+        contention = self.cuts[0].machine.contention
+        return max(self.compute_s + self.wire_s * contention / (1 + contention), self.wire_s)
 
     def simulated(self, cut: Cut, candidate: Candidate) -> Candidate:
         """The candidate with what the slowest rank takes."""
         return candidate._replace(seconds=simulate(cut.schedule(candidate), cut.machine, spans=False).makespan_s)
 
-    def explore(self, cut: Cut, family: Sequence[Candidate], search: _Search) -> None:
-        """Simulates more and more parts, as long as more could be taken.
+    def explore(self, cut: Cut, family: Sequence[Candidate], search: _Search, least: Callable[[int], float]) -> None:
+        """Simulates more and more parts, as long as more could be taken; ``least`` seconds are needed for so many.
 
         Each part more costs a message and a kernel call, so after one that is clearly worse than one before it none is
         better. And twice as many save half of what the last ones saved: what the last two numbers of parts differ by
@@ -253,10 +253,9 @@ class _Planner:
         on = cut.machine
         # where small transfers were measured to go at a rate of their own, no number of parts tells of another
         steady = not any(link.sizes for link in (on.link, *on.links, *([on.uplink] if on.uplink else [])))
-        least = [cut.least_s(each.splits, self.compute_s) for each in family]
         seconds: list[float] = []
         for at, each in enumerate(family):
-            floor_s = min(least[at:])
+            floor_s = min(least(more.splits) for more in family[at:])
             earlier = [other.seconds for other in search.found if other.family == each.family]
             if steady and len(earlier) > 1:
                 floor_s = max(floor_s, 2 * earlier[-1] - earlier[-2])
@@ -279,9 +278,7 @@ class _Search:
     @property
     def taken(self) -> Candidate:
         """The simplest of those that are as fast as the fastest can be."""
-        best_s = min(self._skipped_s, *(each.seconds for each in self.found))
-        near = (each for each in self.found if each.seconds <= best_s * (1 + _TIE))
-        return min(near, key=lambda each: each.simplicity)
+        return simplest(self.found, self._skipped_s)
 
     @property
     def settled(self) -> bool:
@@ -301,17 +298,24 @@ class _Search:
         return False
 
 
-def _reason(choice: Candidate, others: Sequence[Candidate], ranks: int) -> tuple[str, str]:
+def simplest(found: Sequence[Candidate], skipped_s: float = math.inf) -> Candidate:
+    """The simplest of those that are as fast as the fastest, or as one that was skipped can be."""
+    best_s = min(skipped_s, *(each.seconds for each in found))
+    near = (each for each in found if each.seconds <= best_s * (1 + _TIE))
+    return min(near, key=lambda each: each.simplicity)
+
+
+def reason_of(
+    choice: Candidate, others: Sequence[Candidate], ranks: int, took: str, against: Callable[[Candidate, str], str]
+) -> tuple[str, str]:
+    """Code and sentence of a choice; ``took`` says what it takes, ``against`` what a rival does, and how long."""
     if ranks == 1:
         return "one_rank", "one rank has nothing to move"
-    took = f"{choice} is predicted to take {choice.seconds * 1e3:.3f} ms"
     if not others:
         return "only", f"{took}; nothing else was to be tried"
-    plain = [each for each in others if each.mode in ("off", "collective")]
-    if choice.mode not in ("off", "collective"):
-        rival = (plain or others)[0]
-        return "planned", f"{took}, and {rival} {rival.seconds * 1e3:.3f} ms"
-    rivals = [each for each in others if each not in plain]
-    if not rivals:
-        return "plain", f"{took}, which is all but the least that any schedule takes"
-    return "plain", f"{took}, and {rivals[0]} {rivals[0].seconds * 1e3:.3f} ms"
+    rival = next((each for each in others if each.overlaps != choice.overlaps), None)
+    code = "planned" if choice.overlaps else "plain"
+    if rival is None and not choice.overlaps:
+        return code, f"{took}, which is all but the least that any schedule takes"
+    rival = rival or others[0]
+    return code, f"{took}, and {against(rival, f'{rival.seconds * 1e3:.3f} ms')}"

@@ -233,15 +233,14 @@ class _Replay:
         other.received += 1
         other.arriving += 1
         if self.uplinks is not None and self.node_of[rank.number] != self.node_of[op.to]:
-            place, nbytes = (other.number, index), self.schedule.size(op.send).bytes
-            crossing = Crossing(rank.number, op.to, place, op.send, match.recv, nbytes, self.now)
+            place = other.number, index
+            crossing = Crossing(rank.number, op.to, place, op.send, match.recv, self._bytes(op.send), self.now)
             if self.uplinks.enter(crossing):
                 self._at(self.now, self._repace, rank, 0)
         else:
             end = self.now + self._transfer_s(rank, op)
             self._at(end, self.on_arrival, other, index)
-            if self.spans is not None:
-                self._transferred(rank, op.send, other, match.recv, self.now, end)
+            self._transferred(rank, op.send, other, match.recv, self.now, end)
         if self.contention:
             if rank.slowness == 1.0:
                 self._rescale(rank)
@@ -254,15 +253,20 @@ class _Replay:
         self, rank: SimulatedRank, send: str, other: SimulatedRank, recv: str, start_s: float, end_s: float
     ) -> None:
         if self.spans is not None:
-            nbytes = self.schedule.size(send).bytes
+            nbytes = self._bytes(send)
             self.spans.append(Span(rank.number, "send", send, start_s, end_s, nbytes))
             self.spans.append(Span(other.number, "recv", recv, start_s, end_s, nbytes))
 
+    def _bytes(self, name: str) -> int:
+        """Of a buffer, whose size is looked up once."""
+        nbytes = self.nbytes.get(name)
+        if nbytes is None:
+            nbytes = self.nbytes[name] = self.schedule.size(name).bytes
+        return nbytes
+
     def _transfer_s(self, rank: SimulatedRank, op: Exchange) -> float:
         """Seconds of a transfer inside a node."""
-        nbytes = self.nbytes.get(op.send)
-        if nbytes is None:
-            nbytes = self.nbytes[op.send] = self.schedule.size(op.send).bytes
+        nbytes = self._bytes(op.send)
         key = (nbytes, self.wire_of[rank.number], self.wire_of[op.to])
         seconds = self.transfer_costs.get(key)
         if seconds is None:

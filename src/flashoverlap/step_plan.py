@@ -17,7 +17,7 @@ from .candidate import Candidate
 from .machine import Kernel, Machine
 from .matmul import Matmul, Product
 from .overlap import Overlap
-from .plan import Plan
+from .plan import Plan, reason_of, simplest
 from .schedule import Compute, Op, Programs, Schedule
 from .simulate import simulate
 from .step import data_parallel_step
@@ -25,7 +25,6 @@ from .wire_bound import least_wire_seconds
 
 _SPLITS = (1, 2, 4, 8)  # of the first linear's pieces
 _MOST_WHOLE_BYTES = 1 << 24  # of gradients that "off" has whole, where each rank needs a shard of them
-_TIE = 0.01  # a step as close to the fastest is taken as equal, since no prediction is better
 
 
 class Layer(NamedTuple):
@@ -112,9 +111,10 @@ def plan_step(
             if found[-1].seconds >= last_s:
                 break
             last_s = found[-1].seconds
-    choice = _simplest(found)
+    choice = simplest(found)
     others = sorted((each for each in found if each is not choice), key=lambda each: (each.seconds, each))
-    code, reason = _reason(choice, others, ranks)
+    took = f"a step's linears and exchanges are predicted to take {choice.seconds * 1e3:.3f} ms in all"
+    code, reason = reason_of(choice, others, ranks, took, lambda rival, ms: f"{ms} in {rival}")
     op, rows = f"data_parallel_step_{shard}", (sum(layer.rows for layer in stack),) * ranks
     wire_s = least_wire_seconds(_schedule(stack, ranks, shard, Candidate("off", "sliced", 1)), machine)
     return StepPlan(
@@ -154,23 +154,6 @@ def _candidates(layers: Sequence[Layer], ranks: int, shard: str, overlap: Overla
             least = min((layer.splits for layer in linears[1:]), default=1)  # that memory allows
             splits = [each for each in _SPLITS if least <= each <= max(least, linears[0].rows)]
         yield [Candidate("flash", "direct", each) for each in splits]
-
-
-def _simplest(found: Sequence[Candidate]) -> Candidate:
-    """Of those that are as fast as the fastest."""
-    best_s = min(each.seconds for each in found)
-    equal = [each for each in found if each.seconds <= best_s * (1 + _TIE)]
-    return min(equal, key=lambda each: each.simplicity)
-
-
-def _reason(choice: Candidate, others: Sequence[Candidate], ranks: int) -> tuple[str, str]:
-    if ranks == 1:
-        return "one_rank", "one rank has nothing to move"
-    took = f"a step's linears and exchanges are predicted to take {choice.seconds * 1e3:.3f} ms in all"
-    if not others:
-        return "only", f"{took}; nothing else was to be tried"
-    rival = next((each for each in others if each.mode != choice.mode), others[0])
-    return "plain" if choice.mode == "off" else "planned", f"{took}, and {rival.seconds * 1e3:.3f} ms in {rival}"
 
 
 class _Planner:

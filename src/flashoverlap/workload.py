@@ -336,21 +336,21 @@ def _all_to_all_matmul_backward(sizes: _Sizes, ranks: int) -> _Parts:
 
 
 def _attention_all_to_all(sizes: _Sizes, ranks: int) -> _Parts:
-    attend = [_attends(sizes)]
-    k = attend[0].features
+    attends = _attends(sizes)
+    k = attends.features
     if not sizes.has("out"):  # its last kernel puts features where they belong
-        return {"a": k, "p": k, "z": k * ranks}, {"attend": attend, "mm": ()}, {}
+        return {"a": k, "p": k, "z": k * ranks}, {"attend": [attends], "mm": ()}, {}
     n = sizes("out")
-    return {"a": k, "p": k, "z": n}, {"attend": attend, "mm": [Step(k, n)]}, {}
+    return {"a": k, "p": k, "z": n}, {"attend": [attends], "mm": [Step(k, n)]}, {}
 
 
 def _attention_all_to_all_backward(sizes: _Sizes, ranks: int) -> _Parts:
-    attend = [_attends(sizes, backward=True)]
-    k = attend[0].features
+    attends = _attends(sizes, backward=True)
+    k = attends.features
     if not sizes.has("out"):
-        return {"a": k, "p": k, "y": k}, {"mm": (), "attend_backward": attend, "wgrad": ()}, {}
+        return {"a": k, "p": k, "y": k}, {"mm": (), "attend_backward": [attends], "wgrad": ()}, {}
     n = sizes("out")
-    kernels = {"mm": [Step(n, k)], "attend_backward": attend, "wgrad": [Step(n, k, True)]}
+    kernels = {"mm": [Step(n, k)], "attend_backward": [attends], "wgrad": [Step(n, k, True)]}
     return {"a": n, "p": k, "y": k}, kernels, {}
 
 
