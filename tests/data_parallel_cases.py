@@ -136,6 +136,22 @@ def case_every_mode(mesh):
         close(parameters(model), parameters(reference))
 
 
+def case_a_record_has_all_that_its_step_has_moved(mesh):
+    """Also the own pieces that leave late, as all do in one step here: none is told of as a part of the next."""
+    for mode in ("off", "flash"):
+        model, moved = parallel(net(), mesh, "parameters", overlap=fo.Overlap(mode)), []
+        optimizer, stream = sgd(model.parameters()), model._engine.stream
+        polls = {step: (lambda: None) if step == 2 else stream._poll for step in range(4)}
+        for step in range(4):
+            stream._poll = polls[step]
+            fo.report().clear()
+            loss_of(model, mesh.get_local_rank(), step).backward()
+            moved.append({record.op: record.bytes for record in fo.report().records})
+            optimizer.step()
+            optimizer.zero_grad()
+        assert moved[1] == moved[2] == moved[3], moved
+
+
 def case_a_plan_changes_the_mode_between_steps(mesh):
     """What hides behind matmuls stays flash; what is through at once is off from the second step on."""
     rank, ranks = mesh.get_local_rank(), mesh.size()

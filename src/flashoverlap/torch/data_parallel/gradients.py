@@ -342,6 +342,8 @@ class Gradients:
         self._passes = 0
         self._dirty.clear()
         self._account.took(self._start_s)
+        if self.stream is not None:
+            self.stream.settle()  # what this pass has gathered is a part of this step's record
         self._account.enter()
         if self.choosing is not None:
             self.choosing.decide(self.order.numbers)
