@@ -4,17 +4,13 @@
 
 For each point of the grid two ranks run the workload of `flashoverlap bench` in every mode, values checked, in
 interleaved rounds, and calibrate before each third of the rounds, since a machine that others use is not the same for
-long. The prediction of a step is the sum of what the plans of its calls say, of the message by which ranks agree on
-each call, which is timed beforehand, and of what is in no call (norms, rotations, autograd), which is taken from the
-same step with nothing moved; for `mlp` that is next to nothing. Its error is |predicted - measured| / measured, of the
-median step of the slowest rank and the median prediction.
+long. The prediction of a step is that of `flashoverlap bench` (flashoverlap/bench/predicted.py says of what it is
+made). Its error is |predicted - measured| / measured, of the median step of the slowest rank and the median prediction.
 
     auto against best    how much longer `auto` takes than the best of the modes and splits that a hand could pick, as
                          the median over the rounds of how many times as long it took in the same round
 
-What data parallelism moves (`dp`) is in flight beside all of a step, and is planned with the step as a whole: there the
-prediction is the same step in mode off with nothing moved, what the plan says that communication adds to it, and the
-messages by which ranks agree.
+For data parallelism (`dp`), the step with nothing moved is not the plain model's, but the same in mode off.
 """
 
 from __future__ import annotations
@@ -24,18 +20,18 @@ import io
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
 
 from flashoverlap.bench.candidates import Candidate as Run
 from flashoverlap.bench.candidates import candidates
 from flashoverlap.bench.options import Options
+from flashoverlap.bench.predicted import agreement
 from flashoverlap.bench.shapes import AttentionShape, BlockShape, MlpShape, StackShape, UlyssesShape
 from flashoverlap.bench.summary import Candidate, Part
 
@@ -51,15 +47,7 @@ CASES = {
     "ulysses": lambda seq: UlyssesShape(seq, 512, 8, 8),
     "dp": lambda seq: StackShape(4, 512, seq, "gradients", 2),
 }
-AGREEMENTS = {"none": 1, "gradients": 2, "parameters": 1}  # of a data-parallel step: its gradients, its new parameters
 MODES = ("off", "collective", "slice", "flash", "auto")
-
-
-class Predicted(NamedTuple):
-    """What one rank knows of a candidate's step beside its time: what plans say, and what its calls took."""
-
-    seconds: float | None
-    in_calls_s: float
 
 
 def main() -> None:
@@ -133,17 +121,14 @@ def run(options: Options) -> list[dict[str, Any]]:
     wrong = [complaint for one in timed for complaint in one.complaints]
     if wrong:
         raise SystemExit(f"wrong values: {wrong}")
-    said = [[Predicted(*each) for each in rank["predicted"]] for rank in ranks]
-    return list(rows(options, timed, said))
+    return list(rows(options, timed))
 
 
-def rows(options: Options, timed: Sequence[Candidate], said: Sequence[Sequence[Predicted]]) -> Iterator[dict[str, Any]]:
-    """Predicted and measured of each candidate; ``said`` by rank and candidate, the first of which moves nothing."""
-    outside_s = max(0.0, timed[0].seconds - max(rank[0].in_calls_s for rank in said))
-    for index, one in enumerate(timed[1:], start=1):
-        predicted = [rank[index].seconds for rank in said]
-        assert None not in predicted, f"{one.row} of {options.shape} was not planned"
-        seconds = max(predicted) + outside_s
+def rows(options: Options, timed: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
+    """Predicted and measured of each candidate; the first of them moves nothing."""
+    for one in timed[1:]:
+        seconds = one.predicted(timed[0])
+        assert seconds is not None, f"{one.row} of {options.shape} was not planned"
         yield {
             "case": options.shape.case,
             "shape": asdict(options.shape),  # pyright: ignore[reportArgumentType]
@@ -182,27 +167,6 @@ def times_as_long(one: dict[str, Any], other: dict[str, Any]) -> float:
     return median(mine / theirs for mine, theirs in zip(one["rounds"], other["rounds"], strict=True))
 
 
-def agreement(group: Any, barrier: Callable[[], object]) -> float:
-    """Seconds that the message takes the first rank by which all agree on a call, after work that they began together.
-
-    It is the mean, since a step has several of them: each costs little most times, and once in a while a rank comes
-    late that had to wait for a core. Collective.
-    """
-    from flashoverlap.torch.transport import transport_of
-    from flashoverlap.torch.wire import gathered
-    from flashoverlap.torch.work import product_of
-
-    multiply = product_of(128, 512, 1024, torch.float32, torch.device("cpu"))
-    transport, times = transport_of(group), []
-    for _ in range(51):
-        barrier()
-        multiply()
-        start_s = time.perf_counter()
-        gathered(transport, [])
-        times.append(time.perf_counter() - start_s)
-    return fmean(map(max, zip(*gathered(transport, times), strict=True)))
-
-
 def measure(folder: Path) -> None:
     """One rank: runs the workload as the bench does, and calibrates now and then."""
     import torch.distributed as dist
@@ -211,10 +175,7 @@ def measure(folder: Path) -> None:
     from flashoverlap.bench.measure import Bench
 
     class Predicting(Bench):
-        """Keeps what the report says of each candidate's steps beside their time."""
-
-        predicted: dict[int, list[Predicted]] = {}  # noqa: RUF012 - there is one bench in this process
-        agreement_s = 0.0
+        """Calibrates now and then."""
 
         def _round(self, visit: Callable[[int], None], first: int) -> None:
             every = -(-self._options.repeats // CALIBRATIONS)
@@ -222,25 +183,6 @@ def measure(folder: Path) -> None:
                 fo.calibrate(self._group, nodes=nodes, folder=folder / f"machines{rank}", anew=True)
                 self.agreement_s = agreement(self._group, self._barrier)
             super()._round(visit, first)
-
-        def _timed(self, index: int) -> None:
-            super()._timed(index)
-            records = fo.report().records
-            steps = [record for record in records if record.op == "step"]
-            if steps:
-                self.predicted.setdefault(index, []).append(self._of_steps(steps))
-                return
-            plans = [record.predicted_s for record in records if record.predicted_s is not None]
-            planned = bool(plans) and len(plans) == len(records)
-            seconds = sum(plan + self.agreement_s for plan in plans) if planned else None
-            said = Predicted(seconds, sum(record.seconds for record in records))
-            self.predicted.setdefault(index, []).append(said)
-
-        def _of_steps(self, steps: Sequence[Any]) -> Predicted:
-            """What is said of data-parallel steps: beside what is computed with nothing moved."""
-            shape: Any = self._options.shape
-            exposed_s = sum(record.predicted_exposed_s for record in steps) / sum(record.calls for record in steps)
-            return Predicted(exposed_s + AGREEMENTS[shape.shard] * self.agreement_s, 0.0)
 
     options = Options.from_json((folder / "options.json").read_text(encoding="utf-8"))
     torch.set_num_threads(1)
@@ -250,8 +192,7 @@ def measure(folder: Path) -> None:
     fo.calibrate(dist.group.WORLD, nodes=nodes, folder=folder / f"machines{rank}", anew=True)
     bench = Predicting(options, list(timed_of(options)), dist.group.WORLD, lambda: dist.barrier(group=control))
     parts = [asdict(part) for part in bench.run()]
-    predicted = [typical(bench.predicted[index][-options.repeats :]) for index in range(len(parts))]
-    (folder / f"rank{rank}.json").write_text(json.dumps({"parts": parts, "predicted": predicted}), encoding="utf-8")
+    (folder / f"rank{rank}.json").write_text(json.dumps({"parts": parts}), encoding="utf-8")
     dist.barrier(group=control)
     dist.destroy_process_group()
 
@@ -260,13 +201,6 @@ def timed_of(options: Options) -> Iterator[Run]:
     """What is timed: of data parallelism, the first is not the plain model, but the library's with nothing moved."""
     for one in candidates(options):
         yield replace(one, variant="parallel") if one.silent and options.shape.case == "dp" else one
-
-
-def typical(said: Sequence[Predicted]) -> Predicted:
-    """The medians of what was said of several steps; nothing of one that was not planned every time."""
-    planned = [each.seconds for each in said if each.seconds is not None]
-    seconds = median(planned) if len(planned) == len(said) else None
-    return Predicted(seconds, median(each.in_calls_s for each in said))
 
 
 if __name__ == "__main__":

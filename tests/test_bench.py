@@ -15,6 +15,7 @@ from flashoverlap.bench.measure import Bench
 from flashoverlap.bench.mlp import Mlp
 from flashoverlap.bench.options import Options
 from flashoverlap.bench.peers import missing
+from flashoverlap.bench.predicted import said
 from flashoverlap.bench.run import run
 from flashoverlap.bench.shapes import MlpShape
 from flashoverlap.bench.summary import Part, as_json, summarize
@@ -22,12 +23,13 @@ from flashoverlap.bench.table import table, title
 from flashoverlap.bench.values import compare
 from flashoverlap.lab import lab_unavailable
 from flashoverlap.machine_file import read
+from flashoverlap.report import Record
 from ranks import run_ranks
 
 SMALL = MlpShape(64, 16, 32)
 TIMES = ("seconds", "seconds_min", "seconds_max", "exposed_seconds", "wire_cpu_seconds")
 COLUMNS = {
-    "mode", "detail", *TIMES, "blocked_seconds", "communication_reduction", "latency_reduction", "wire_bytes",
+    "mode", "detail", *TIMES, "predicted_seconds", "blocked_seconds", "communication_reduction", "latency_reduction", "wire_bytes",
     "max_abs_error", "first_matmul_seconds", "gradients_ready_seconds", "peak_bytes",
 }  # fmt: skip
 
@@ -96,8 +98,12 @@ def test_ideal_bytes_of_uneven_parts_are_those_of_the_busiest_rank():
 # --- the arithmetic
 
 
-def part(row, seconds, *, blocked=(), cpu=0.0, sent=None, error=1e-7, complaint="", note="", detail=""):
-    return Part(row, detail, note, list(seconds), [cpu] * len(seconds), list(blocked), sent, error, complaint)
+def part(row, seconds, *, blocked=(), cpu=0.0, sent=None, error=1e-7, complaint="", note="", detail="", said=()):
+    predicted_s, in_calls_s = zip(*said, strict=True) if said else ((), ())
+    return Part(
+        row, detail, note, list(seconds), [cpu] * len(seconds), list(blocked), list(predicted_s), list(in_calls_s),
+        sent, error, complaint,
+    )  # fmt: skip
 
 
 def test_rows_follow_the_definitions():
@@ -140,6 +146,34 @@ def test_rows_follow_the_definitions():
     assert slow["bound_seconds"] == 2 * 32 * 16 * 4 / 1250
     assert table(result).row_count == 4
     assert "1000 Mbit/s" in title(result)
+
+
+def test_what_plans_say_stands_beside_what_was_measured():
+    def rank(compute, calls_s, *others):
+        rows = zip(("off", "slice", "flash"), others, strict=True)
+        return [
+            part("compute", compute, said=[(None, calls_s)] * 3),
+            *(part(row, [2.0] * 3, said=s) for row, s in rows),
+        ]
+
+    off, partly = [(3.0, 0.0), (1.0, 0.0), (2.0, 0.0)], [(1.0, 0.0), (None, 0.0), (1.0, 0.0)]
+    ranks = [rank([1.0, 1.0, 1.0], 0.5, off, off, [(0.5, 0.0)] * 3), rank([1.5, 1.5, 1.5], 0.75, off, partly, off)]
+    result = as_json(Options(SMALL), summarize(ranks).rows)
+    # beside calls the slowest rank has 1.5 - 0.75 in the pass that moves nothing
+    assert [row["predicted_seconds"] for row in result["rows"]] == [None, 2.75, None, 2.75]
+
+
+def record(op, calls, seconds, predicted_s, exposed_s):
+    return Record("site", op, "auto", "flash", "planned", "", "", calls, 0, 0.0, seconds, predicted_s, exposed_s)
+
+
+def test_what_is_said_of_passes_in_a_row():
+    calls = [record("mlp", 2, 4.0, 3.0, 1.0), record("mlp backward", 2, 6.0, 5.0, 1.0)]
+    assert said(calls, passes=2, agreements=0, agreement_s=0.25) == (4.0 + 2 * 0.25, 5.0)
+    steps = [record("step", 2, 9.0, 8.0, 3.0), record("grad_reduce_scatter", 2, 0.0, None, None)]
+    assert said(steps, passes=2, agreements=2, agreement_s=0.25) == (1.5 + 2 * 0.25, 0.0)
+    assert said([*calls, record("exchange", 2, 1.0, None, None)], 1, 0, 0.25) == (None, 11.0)
+    assert said([], 1, 0, 0.25) == (None, 0.0)
 
 
 @pytest.mark.parametrize("wrong", ["off", "flash"])
@@ -270,10 +304,13 @@ def test_forward_with_all_modes_a_peer_and_a_trace():
     assert outcome.complaints == []
     rows = check_result(json.loads(json.dumps(outcome.result)), ["compute", "off", *modes, *peers])
     ideal = 2 * 32 * 16 * 4
+    taken = None if rows["auto"]["detail"].startswith("collective") else ideal
     assert {mode: row["wire_bytes"] for mode, row in rows.items()} == {
-        "compute": 0, "off": ideal, "slice": ideal, "flash": ideal, "auto": ideal, "collective": None,
+        "compute": 0, "off": ideal, "slice": ideal, "flash": ideal, "auto": taken, "collective": None,
         **dict.fromkeys(peers),
     }  # fmt: skip
+    planned = {mode for mode, row in rows.items() if row["predicted_seconds"] is not None}
+    assert planned == {"off", *modes}
     assert rows["slice"]["detail"].endswith("(best of 2, 4, 8)")
     assert rows["flash"]["detail"].endswith("(best of 1, 2, 4, 8)")
     assert rows["dtensor"]["blocked_seconds"] is None

@@ -271,6 +271,7 @@ def test_one_slow_rank_is_planned_for():
 
 
 UNEVEN = (GIGABIT.link,) * 7 + (Link(100e-6, 12.5e6),)
+UNLIKE = tuple(Link(100e-6, 125e6 * (1 + rank / 20)) for rank in range(16))
 NODES = {"uplink": Link(2e-4, 125e6), "contention": 0.1}
 
 
@@ -284,9 +285,14 @@ NODES = {"uplink": Link(2e-4, 125e6), "contention": 0.1}
         (replace(GIGABIT, nodes=(4, 4), **NODES), 8, 3500),
         (replace(GIGABIT, nodes=(3, 5), **NODES), 8, 6000),
         (replace(GIGABIT, links=UNEVEN, contention=0.1), 8, 7000),
-        (replace(GIGABIT, nodes=(8, 8), **NODES), 16, 10000),
+        (replace(GIGABIT, nodes=(8, 8), **NODES), 16, 8000),
+        (replace(GIGABIT, nodes=(5, 11), **NODES), 16, 9000),
+        (replace(GIGABIT, links=UNLIKE, contention=0.1), 16, 8000),
     ],
-    ids=["4", "8", "8 with bursts", "64", "2 nodes", "uneven nodes", "uneven links", "16 on 2 nodes"],
+    ids=[
+        *("4", "8", "8 with bursts", "64", "2 nodes", "uneven nodes", "uneven links", "16 on 2 nodes"),
+        *("16 on uneven nodes", "16 unlike links"),
+    ],
 )
 def test_little_is_simulated(on, ranks, most, monkeypatch):
     """Operations of all the programs that are replayed for one plan; each takes some 6 us."""
@@ -343,6 +349,17 @@ def test_what_is_not_simulated_would_not_be_taken():
             for overlap in (*fixed, *(Overlap("slice", slices=n) for n in (2, 4, 8))):
                 alone = plan(op, shape, on, ranks=4, overlap=overlap)
                 assert taken.predicted_s <= 1.0202 * alone.predicted_s, (op, overlap)
+
+
+@pytest.mark.parametrize("op", ["mlp", "attention_reduce_scatter", "linear_all_to_all backward"])
+def test_what_there_is_no_time_to_simulate_would_not_win_much(op, monkeypatch):
+    module, shape = importlib.import_module("flashoverlap.plan"), {"rows": 4096, **OPERATORS[op]}
+    on = replace(GIGABIT, links=UNLIKE, contention=0.1, issue_s=5.002e-6)
+    hurried = plan(op, shape, on, ranks=16)
+    monkeypatch.setattr(module, "_MOST_MESSAGES", 10**9)
+    thorough = plan(op, shape, replace(on, issue_s=5.003e-6), ranks=16)  # another machine, so that none is kept
+    assert len(hurried.candidates) < len(thorough.candidates)
+    assert hurried.predicted_s < 1.05 * thorough.predicted_s
 
 
 def test_few_rows_are_sliced_where_that_was_asked_for():

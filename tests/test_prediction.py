@@ -20,21 +20,14 @@ prediction = pytest.importorskip("prediction")
 
 def test_a_step_is_its_calls_and_what_is_in_none():
     options = Options(MlpShape(64, 8, 16), 2, "1gbit")
-    seconds = {"compute": (1.0, 1.5), "off": (4.0, 5.0)}
-    timed = [Candidate([Part(row, seconds=[each] * 3) for each in ranks]) for row, ranks in seconds.items()]
-    said = [[prediction.Predicted(None, 0.5), prediction.Predicted(2.0, 3.0)] for _ in range(2)]
-    (point,) = prediction.rows(options, timed, said)
+    compute = [Part("compute", seconds=[each] * 3, predicted_s=[None] * 3, in_calls_s=[0.5] * 3) for each in (1.0, 1.5)]
+    off = [Part("off", seconds=[each] * 3, predicted_s=[2.0] * 3, in_calls_s=[3.0] * 3) for each in (4.0, 5.0)]
+    (point,) = prediction.rows(options, [Candidate(compute), Candidate(off)])
     assert point["mode"] == "off"
     assert point["predicted_seconds"] == 2.0 + (1.5 - 0.5)
     assert point["measured_seconds"] == 5.0
     assert point["error"] == pytest.approx(2 / 5)
     assert point["rounds"] == [5.0] * 3
-
-
-def test_what_was_said_of_a_step_is_the_median_if_it_was_always_planned():
-    said = [prediction.Predicted(seconds, in_calls) for seconds, in_calls in ((3.0, 1.0), (1.0, 5.0), (2.0, 9.0))]
-    assert prediction.typical(said) == (2.0, 5.0)
-    assert prediction.typical([*said, prediction.Predicted(None, 5.0)]) == (None, 5.0)
 
 
 def test_auto_is_compared_with_the_best_of_the_same_point():

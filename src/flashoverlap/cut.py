@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .alike import alike_after
 from .all_to_all import all_to_all
 from .candidate import Candidate
 from .costs import ComputeCosts
@@ -12,7 +13,7 @@ from .flow import ALL_TO_ALLS, flow_of
 from .machine import Kernel, Machine
 from .overlap import Overlap
 from .patterns import build, split_sizes
-from .schedule import Compute, Schedule
+from .schedule import Compute, Exchange, Schedule
 from .wire_bound import least_seconds_in_parts, least_wire_seconds, message_seconds
 from .workload import Workload, along_features, layers_of, workload
 
@@ -70,6 +71,11 @@ class Cut:
         whole = self.schedule(Candidate("collective", "collective", 1))
         costs = ComputeCosts(whole, self.machine)
         return sum(costs.kernel_seconds(op) for op in whole.programs[0] if isinstance(op, Compute) and op.kernel)
+
+    def messages(self) -> int:
+        """Exchanges that have to be replayed where pieces are not cut any further."""
+        direct = self.schedule(DIRECT)
+        return alike_after(direct, self.machine) * sum(isinstance(op, Exchange) for op in direct.programs[0])
 
     def wire_s(self) -> float:
         """Seconds of the busiest wire at its bandwidth."""

@@ -7,8 +7,10 @@ where rows are few, the same with pieces cut along features, if the operator can
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
@@ -26,6 +28,7 @@ _WORSE = 0.02  # with as much more than the best before it, no larger number of 
 _TIE = 0.01  # candidates as close as this are taken as equal, since no prediction is better
 _NEAR = 0.02  # and as close as this, the one that is steadier is taken
 _SLOWER = 1.15  # times as long a transfer takes, to tell which that is
+_MOST_MESSAGES = 2000  # replayed for one call, some 15 us each: more parts are tried as long as this lasts
 _SURE = 0.05  # by as much, layers one after the other must be faster: less of it was not found again on a wire
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -150,6 +153,18 @@ def _frozen(value: int | Sequence[int]) -> int | tuple[int, ...]:
     return value if isinstance(value, int) else tuple(value)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Within, no garbage is looked for: a replay leaves none, and a look at all of a process can take longer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @lru_cache(maxsize=1024)
 def _plan(op: str, sizes: Sizes, machine: Machine, ranks: int, dtype: str, overlap: Overlap) -> Plan:
     shape = dict(sizes)
@@ -162,7 +177,8 @@ def _plan(op: str, sizes: Sizes, machine: Machine, ranks: int, dtype: str, overl
         raise ValueError(f"{op}: dtype must be one of {', '.join(ITEMSIZE)}, not {dtype!r}")
     machine.check_ranks(ranks)
     itemsizes = ITEMSIZE[dtype], max(ITEMSIZE[dtype], ITEMSIZE[overlap.accumulate_dtype])
-    return _Planner(op, cuts_of(op, shape, total, ranks, machine, itemsizes), overlap).plan()
+    with _uncollected():
+        return _Planner(op, cuts_of(op, shape, total, ranks, machine, itemsizes), overlap).plan()
 
 
 class _Planner:
@@ -183,7 +199,15 @@ class _Planner:
         for cut in self.cuts[::-1]:  # where rows are few, features are the faster as a rule
             if not search.settled:
                 least = cache(partial(cut.least_s, compute_s=self.compute_s))
-                for family in families(self.overlap, cut.pieces, cut.orders(self.overlap), cut.along):
+                known = [
+                    each for each in families(self.overlap, cut.pieces, cut.orders(self.overlap), cut.along) if each
+                ]
+                for family in known:
+                    if family[0].splits == 1:
+                        self.explore(cut, family[:1], search, least)
+                for family in sorted(
+                    known, key=lambda family: min(search.seconds_by_parts(family[0]).values(), default=0.0)
+                ):  # while messages last
                     self.explore(cut, family, search, least)
         choice, found, layers = self.steadier(search), search.found, self.layers(search)
         if layers:
@@ -253,17 +277,18 @@ class _Planner:
         on = cut.machine
         # where small transfers were measured to go at a rate of their own, no number of parts tells of another
         steady = not any(link.sizes for link in (on.link, *on.links, *([on.uplink] if on.uplink else [])))
-        seconds: list[float] = []
+        messages = cut.messages()
         for at, each in enumerate(family):
-            floor_s = min(least(more.splits) for more in family[at:])
-            earlier = [other.seconds for other in search.found if other.family == each.family]
+            by_parts = search.seconds_by_parts(each)
+            if each.splits in by_parts:
+                continue
+            floor_s, earlier = min(least(more.splits) for more in family[at:]), [*by_parts.values()]
             if steady and len(earlier) > 1:
                 floor_s = max(floor_s, 2 * earlier[-1] - earlier[-2])
-            if not search.wants(each, floor_s):
+            if not search.wants(each, floor_s) or not search.affords(each.splits, messages):
                 return
             search.found.append(self.simulated(cut, each))
-            seconds.append(search.found[-1].seconds)
-            if seconds[-1] > (1 + _WORSE) * min(seconds):
+            if earlier and search.found[-1].seconds > (1 + _WORSE) * min(earlier):
                 return
 
 
@@ -273,7 +298,12 @@ class _Search:
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s  # no candidate takes less
         self._skipped_s = math.inf  # nor one of those that were not simulated
+        self._messages = 0
         self.found: list[Candidate] = []
+
+    def seconds_by_parts(self, candidate: Candidate) -> dict[int, float]:
+        """Of those that differ from a candidate in their number of parts alone, what overlaps nothing among them."""
+        return {each.splits: each.seconds for each in self.found if each.family == candidate.family}
 
     @property
     def taken(self) -> Candidate:
@@ -284,6 +314,14 @@ class _Search:
     def settled(self) -> bool:
         """Whether one is as fast as any can be."""
         return any(each.seconds <= self._least_s * (1 + _TIE) for each in self.found)
+
+    def affords(self, parts: int, messages: int) -> bool:
+        """Whether a candidate is to be replayed that makes so many parts of what is else so many messages; if so, they
+        are counted. One that makes no more parts always is."""
+        if parts > 1 and self._messages + parts * messages > _MOST_MESSAGES:
+            return False
+        self._messages += parts * messages
+        return True
 
     def wants(self, candidate: Candidate, floor_s: float) -> bool:
         """Whether a candidate that takes ``floor_s`` or more could be taken instead; if not, it is not simulated."""

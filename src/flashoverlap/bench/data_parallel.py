@@ -24,6 +24,8 @@ from .matmul_clock import MatmulClock, Tails
 from .shapes import StackShape
 from .values import TOLERANCES
 
+_AGREEMENTS = {"none": 1, "gradients": 2, "parameters": 1}  # of a step: on its gradients, and its new parameters
+
 
 class DataParallel(Case):
     """Steps of SGD in a row, each of forward, backward and optimizer.
@@ -43,6 +45,7 @@ class DataParallel(Case):
     def __init__(self, shape: StackShape, dtype: torch.dtype, rank: int, world_size: int) -> None:
         self.shape, self.dtype, self.rank, self.world_size = shape, dtype, rank, world_size
         self.passes = shape.steps
+        self.agreements = _AGREEMENTS[shape.shard]
         self.grad = torch.ones(())  # of the loss
 
     @abstractmethod

@@ -14,12 +14,14 @@ import torch
 import flashoverlap.torch as fo
 
 from ..live_bytes import LiveBytes
+from ..report import Record
 from ..torch.staging import Staging
 from ..trace import Span
 from .candidates import Candidate
 from .case import Case, case_of
 from .contestant import Contestant, silent
 from .options import Options
+from .predicted import agreement, said
 from .summary import Part
 from .values import TOLERANCES, compare
 
@@ -35,7 +37,13 @@ class Bench:
         candidates: in the order of the result.
         group: the process group that the candidates use.
         barrier: brings all ranks to one point, by a channel that no candidate uses.
+
+    Attributes:
+        parts: what this rank has measured, in the order of the candidates.
+        agreement_s: seconds of a message by which ranks agree on a call.
     """
+
+    agreement_s = 0.0
 
     def __init__(
         self, options: Options, candidates: Sequence[Candidate], group: Any, barrier: Callable[[], object]
@@ -58,7 +66,8 @@ class Bench:
         for number in range(_WARM_UP_ROUNDS):
             self._round(self._timed, number)
         for part in self.parts:
-            part.seconds, part.other_cpu_s, part.blocked_s = [], [], []
+            part.begin()
+        self.agreement_s = agreement(self._group, self._barrier)
         for number in range(self._options.repeats):
             self._round(self._timed, number)
         for number in range(_TAIL_ROUNDS):
@@ -110,10 +119,13 @@ class Bench:
         del out
         records = fo.report().records
         if records and not runner.detail:
-            part.detail = ", ".join(dict.fromkeys(record.detail for record in records if record.detail))
+            part.detail = ", ".join(dict.fromkeys(filter(None, map(_taken, records))))
         blocked_s = sum(record.blocked_s for record in records) if records else runner.blocked_s()
         if blocked_s is not None:
             part.blocked_s.append(blocked_s / passes)
+        predicted_s, in_calls_s = said(records, passes, self._case.agreements, self.agreement_s)
+        part.predicted_s.append(predicted_s)
+        part.in_calls_s.append(in_calls_s)
         counted = sum(record.bytes for record in records) // passes if records else None
         part.sent_bytes = self._sent_bytes(index, counted)
 
@@ -177,6 +189,11 @@ class Bench:
                 runner.clear()
                 out = runner.run(case.grad if self._options.train else None)
                 self._enter(index, runner.results(out), case, reference, f"at {shape} in float64: ")
+
+
+def _taken(record: Record) -> str:
+    """What a call site ran, with its mode where that was left open."""
+    return f"{record.mode_taken} {record.detail}".strip() if record.mode_asked == "auto" else record.detail
 
 
 def _contestant(candidate: Candidate, case: Case, group: Any) -> Contestant:

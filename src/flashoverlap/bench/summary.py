@@ -21,6 +21,8 @@ class Part:
         seconds: from the barrier's end to the end of the pass.
         other_cpu_s: CPU seconds of all threads but the main one.
         blocked_s: that the program stood waiting; empty where nobody counts.
+        predicted_s: what plans say of the pass; None in a round where there were none.
+        in_calls_s: what calls of the library took; 0 where the report does not know.
         sent_bytes: by this rank; None where nobody counts.
         max_abs_error: against the float64 reference; None where nothing is compared.
         complaint: what is wrong with the values, or "".
@@ -35,12 +37,18 @@ class Part:
     seconds: list[float] = field(default_factory=list)
     other_cpu_s: list[float] = field(default_factory=list)
     blocked_s: list[float] = field(default_factory=list)
+    predicted_s: list[float | None] = field(default_factory=list)
+    in_calls_s: list[float] = field(default_factory=list)
     sent_bytes: int | None = None
     max_abs_error: float | None = None
     complaint: str = ""
     peak_bytes: int | None = None
     first_matmul_s: list[float] = field(default_factory=list)
     gradients_ready_s: list[float] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Forgets what rounds have entered."""
+        self.seconds, self.other_cpu_s, self.blocked_s, self.predicted_s, self.in_calls_s = [], [], [], [], []
 
 
 @dataclass
@@ -52,6 +60,7 @@ class Row:
     seconds: float | None = None
     seconds_min: float | None = None
     seconds_max: float | None = None
+    predicted_seconds: float | None = None
     exposed_seconds: float | None = None
     blocked_seconds: float | None = None
     wire_cpu_seconds: float | None = None
@@ -88,6 +97,15 @@ class Candidate:
         """Median over the rounds of what was added to the computation of the same round."""
         return median(mine - base for mine, base in zip(self.rounds, compute.rounds, strict=True))
 
+    def predicted(self, compute: Candidate) -> float | None:
+        """What plans say of the pass, on the rank where that is most, and what compute has outside of calls; None where
+        any round went without a plan."""
+        planned = [[each for each in part.predicted_s if each is not None] for part in self.parts]
+        if any(len(each) < len(self.rounds) for each in planned):
+            return None
+        outside_s = compute.seconds - max(median(part.in_calls_s) for part in compute.parts)
+        return max(map(median, planned)) + max(0.0, outside_s)
+
     def slowest(self, times: str) -> float | None:
         """The median of the rank where it is longest; None where nobody counts."""
         found = [getattr(part, times) for part in self.parts]
@@ -108,6 +126,7 @@ class Candidate:
             seconds=self.seconds,
             seconds_min=min(self.rounds),
             seconds_max=max(self.rounds),
+            predicted_seconds=self.predicted(compute),
             exposed_seconds=self.exposed(compute),
             blocked_seconds=self.slowest("blocked_s"),
             wire_cpu_seconds=self.wire_cpu(compute),

@@ -13,6 +13,7 @@ _COLUMNS = (
     ("seconds", "seconds", "{:.4f}".format),
     ("seconds_min", "min", "{:.4f}".format),
     ("seconds_max", "max", "{:.4f}".format),
+    ("predicted_seconds", "predicted", "{:.4f}".format),
     ("exposed_seconds", "exposed", "{:.4f}".format),
     ("blocked_seconds", "blocked", "{:.4f}".format),
     ("wire_cpu_seconds", "wire cpu", "{:.4f}".format),

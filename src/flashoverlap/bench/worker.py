@@ -28,8 +28,9 @@ def main(directory: Path) -> None:
     try:
         control: Any = dist.new_group(backend="gloo")
         assert dist.group.WORLD is not None
-        if options.nodes > 1 and "auto" in options.modes:  # on one host, so that nobody could see the nodes
-            calibrate(dist.group.WORLD, dtype=getattr(torch, options.dtype), nodes=options.ranks_of_nodes)
+        if options.ranks > 1:  # so that what is measured stands beside what is predicted
+            nodes = options.ranks_of_nodes if options.nodes > 1 else None  # on one host, where nobody could see them
+            calibrate(dist.group.WORLD, dtype=getattr(torch, options.dtype), nodes=nodes, anew=True)
         bench = Bench(options, candidates(options), dist.group.WORLD, lambda: dist.barrier(group=control))
         parts = bench.run()
         spans = bench.traces() if options.trace else {}
