@@ -50,7 +50,7 @@ def measure(transport: Any, dtype: torch.dtype, device: torch.device, nodes: Seq
     return replace(
         machine,
         contention=_contention(timed, transport, near, found.step, work.product_of(*SHAPE, dtype, device), device),
-        **_collectives(transport, machine, device)._asdict(),
+        **_collectives(transport, machine, short, device)._asdict(),
     )
 
 
@@ -144,20 +144,24 @@ class _Collectives(NamedTuple):
     collective_fixed_s: float
 
 
-def _collectives(transport: Any, machine: Machine, device: torch.device) -> _Collectives:
-    """What collectives take beside latencies: next to nothing moved, by the slowest kind, and much."""
+def _collectives(
+    transport: Any, machine: Machine, multiply: Callable[[], object], device: torch.device
+) -> _Collectives:
+    """What collectives take beside latencies after a matmul: next to nothing moved, by the slowest kind, and much."""
     rounds = transport.world_size - 1
     bytes_per_s = 1 / machine.collective_s(0, 1)
     count = int(min(wire.MOST_BYTES, max(4, wire.STEP_S * bytes_per_s)) / (4 * rounds)) or 1
     beside_s = machine.collective_s(rounds, 1) + machine.notice_s  # posting is quick while nothing else wants the core
-    gather_s, scatter_s, both_s = _seconds_of_collectives(transport, 1, _SMALL_RUNS, device)
+    gather_s, scatter_s, both_s = _seconds_of_collectives(transport, 1, _SMALL_RUNS, multiply, device)
     fixed_s = max(0.0, max(gather_s, scatter_s, both_s / 2) - beside_s)
     wire_s = machine.collective_s(0, 4 * count * rounds)
-    gather_s, scatter_s, _ = _seconds_of_collectives(transport, count, 3, device)
+    gather_s, scatter_s, _ = _seconds_of_collectives(transport, count, 3, multiply, device)
     return _Collectives(wire_s / max(wire_s, (gather_s + scatter_s) / 2 - beside_s - fixed_s), fixed_s)
 
 
-def _seconds_of_collectives(transport: Any, count: int, runs: int, device: torch.device) -> list[float]:
+def _seconds_of_collectives(
+    transport: Any, count: int, runs: int, multiply: Callable[[], object], device: torch.device
+) -> list[float]:
     """Seconds of an all-gather, a reduce-scatter and an all-reduce, ``count`` numbers a piece, on the slowest rank."""
     pieces = [torch.zeros(count, dtype=torch.float32, device=device) for _ in range(transport.world_size)]
     sums = [torch.zeros_like(piece) for piece in pieces]
@@ -167,6 +171,7 @@ def _seconds_of_collectives(transport: Any, count: int, runs: int, device: torch
     for _ in range(runs):
         for kind, tensors in kinds.items():
             gathered(transport, [])
+            multiply()
             start_s = time.perf_counter()
             transport.collective(kind, *tensors).wait()
             wire.synchronize(device)
