@@ -46,6 +46,16 @@ def test_auto_is_compared_with_the_best_of_the_same_point():
     assert result["points"] == points
 
 
+def test_the_best_is_told_by_other_rounds_than_those_that_auto_is_compared_in():
+    def rounds(*seconds):
+        return {"rounds": list(seconds)}
+
+    auto, lucky, unlucky = rounds(2, 2, 2, 2), rounds(1, 4, 1, 4), rounds(4, 1, 4, 1)
+    assert prediction.times_as_long_as_best(auto, [lucky, unlucky]) == 0.5  # in the rounds where luck was with others
+    assert prediction.times_as_long_as_best(auto, [lucky, rounds(1, 1, 1, 1)]) == 1.25
+    assert prediction.times_as_long_as_best(rounds(3), [rounds(2), rounds(4)]) == 1.5
+
+
 def test_every_point_of_the_grid_can_be_run():
     full = list(prediction.grid(list(prediction.CASES), quick=False, repeats=3))
     quick = list(prediction.grid(["mlp"], quick=True, repeats=3))

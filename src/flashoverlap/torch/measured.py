@@ -150,30 +150,31 @@ def _collectives(
     """What collectives take beside latencies after a matmul: next to nothing moved, by the slowest kind, and much."""
     rounds = transport.world_size - 1
     bytes_per_s = 1 / machine.collective_s(0, 1)
-    count = int(min(wire.MOST_BYTES, max(4, wire.STEP_S * bytes_per_s)) / (4 * rounds)) or 1
+    count = int(min(wire.MOST_BYTES, max(4, wire.STEP_S / 2 * bytes_per_s)) / (4 * rounds)) or 1
     beside_s = machine.collective_s(rounds, 1) + machine.notice_s  # posting is quick while nothing else wants the core
-    gather_s, scatter_s, both_s = _seconds_of_collectives(transport, 1, _SMALL_RUNS, multiply, device)
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    gather_s, scatter_s, both_s = _seconds_of_collectives(transport, kinds, 1, _SMALL_RUNS, multiply, device)
     fixed_s = max(0.0, max(gather_s, scatter_s, both_s / 2) - beside_s)
     wire_s = machine.collective_s(0, 4 * count * rounds)
-    gather_s, scatter_s, _ = _seconds_of_collectives(transport, count, 3, multiply, device)
+    gather_s, scatter_s = _seconds_of_collectives(transport, kinds[:2], count, 3, multiply, device)
     return _Collectives(wire_s / max(wire_s, (gather_s + scatter_s) / 2 - beside_s - fixed_s), fixed_s)
 
 
 def _seconds_of_collectives(
-    transport: Any, count: int, runs: int, multiply: Callable[[], object], device: torch.device
+    transport: Any, kinds: Sequence[str], count: int, runs: int, multiply: Callable[[], object], device: torch.device
 ) -> list[float]:
-    """Seconds of an all-gather, a reduce-scatter and an all-reduce, ``count`` numbers a piece, on the slowest rank."""
+    """Seconds of collectives of each kind, ``count`` numbers a piece, on the slowest rank."""
     pieces = [torch.zeros(count, dtype=torch.float32, device=device) for _ in range(transport.world_size)]
     sums = [torch.zeros_like(piece) for piece in pieces]
     own, summed = [pieces[transport.rank]], [sums[transport.rank]]
-    kinds = {"all_gather": (own, pieces), "reduce_scatter": (pieces, summed), "all_reduce": (pieces, sums)}
+    tensors = {"all_gather": (own, pieces), "reduce_scatter": (pieces, summed), "all_reduce": (pieces, sums)}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(runs):
-        for kind, tensors in kinds.items():
+        for kind in kinds:
             gathered(transport, [])
             multiply()
             start_s = time.perf_counter()
-            transport.collective(kind, *tensors).wait()
+            transport.collective(kind, *tensors[kind]).wait()
             wire.synchronize(device)
             seconds[kind].append(time.perf_counter() - start_s)
     return _longest(transport, list(map(median, seconds.values())))

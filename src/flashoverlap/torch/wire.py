@@ -25,7 +25,7 @@ MOST_BYTES = 16 << 20
 _SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20)
 _EMPTY_EXCHANGES = 50
 _PAUSE_S = 0.01
-_BURSTS, _HELD_UP, _RUNS = 7, 2, 3  # of so many transfers after a pause some may be held up by other work
+_BURSTS, _HELD_UP, _RUNS = 7, 2, 5  # of so many transfers after a pause some may be held up by other work
 
 
 def gathered(transport: Any, values: Sequence[float]) -> list[tuple[float, ...]]:
