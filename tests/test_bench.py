@@ -99,11 +99,11 @@ def test_ideal_bytes_of_uneven_parts_are_those_of_the_busiest_rank():
 
 
 def part(row, seconds, *, blocked=(), cpu=0.0, sent=None, error=1e-7, complaint="", note="", detail="", said=()):
-    predicted_s, in_calls_s = zip(*said, strict=True) if said else ((), ())
-    return Part(
-        row, detail, note, list(seconds), [cpu] * len(seconds), list(blocked), list(predicted_s), list(in_calls_s),
-        sent, error, complaint,
-    )  # fmt: skip
+    made = Part(row, detail, note, list(seconds), [cpu] * len(seconds), list(blocked), sent, error, complaint)
+    for predicted_s, in_calls_s in said:
+        made.predicted_s.append(predicted_s)
+        made.in_calls_s.append(in_calls_s)
+    return made
 
 
 def test_rows_follow_the_definitions():

@@ -285,9 +285,9 @@ NODES = {"uplink": Link(2e-4, 125e6), "contention": 0.1}
         (replace(GIGABIT, nodes=(4, 4), **NODES), 8, 3500),
         (replace(GIGABIT, nodes=(3, 5), **NODES), 8, 6000),
         (replace(GIGABIT, links=UNEVEN, contention=0.1), 8, 7000),
-        (replace(GIGABIT, nodes=(8, 8), **NODES), 16, 8000),
-        (replace(GIGABIT, nodes=(5, 11), **NODES), 16, 9000),
-        (replace(GIGABIT, links=UNLIKE, contention=0.1), 16, 8000),
+        (replace(GIGABIT, nodes=(8, 8), **NODES), 16, 6000),
+        (replace(GIGABIT, nodes=(5, 11), **NODES), 16, 7000),
+        (replace(GIGABIT, links=UNLIKE, contention=0.1), 16, 7000),
     ],
     ids=[
         *("4", "8", "8 with bursts", "64", "2 nodes", "uneven nodes", "uneven links", "16 on 2 nodes"),

@@ -28,7 +28,7 @@ _WORSE = 0.02  # with as much more than the best before it, no larger number of 
 _TIE = 0.01  # candidates as close as this are taken as equal, since no prediction is better
 _NEAR = 0.02  # and as close as this, the one that is steadier is taken
 _SLOWER = 1.15  # times as long a transfer takes, to tell which that is
-_MOST_MESSAGES = 2000  # replayed for one call, some 15 us each: more parts are tried as long as this lasts
+_MOST_MESSAGES = 1500  # replayed for one call, some 15 us each: more parts are tried as long as this lasts
 _SURE = 0.05  # by as much, layers one after the other must be faster: less of it was not found again on a wire
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 

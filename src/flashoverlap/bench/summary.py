@@ -21,14 +21,14 @@ class Part:
         seconds: from the barrier's end to the end of the pass.
         other_cpu_s: CPU seconds of all threads but the main one.
         blocked_s: that the program stood waiting; empty where nobody counts.
-        predicted_s: what plans say of the pass; None in a round where there were none.
-        in_calls_s: what calls of the library took; 0 where the report does not know.
         sent_bytes: by this rank; None where nobody counts.
         max_abs_error: against the float64 reference; None where nothing is compared.
         complaint: what is wrong with the values, or "".
         peak_bytes: of tensors that were live at once; None where they are not counted.
         first_matmul_s: from the start of a training step to its first matmul; empty where no steps are taken.
         gradients_ready_s: from the last matmul of a step's backward until its gradients are ready.
+        predicted_s: what plans say of the pass; None in a round where there were none.
+        in_calls_s: what calls of the library took; 0 where the report does not know.
     """
 
     row: str
@@ -37,14 +37,14 @@ class Part:
     seconds: list[float] = field(default_factory=list)
     other_cpu_s: list[float] = field(default_factory=list)
     blocked_s: list[float] = field(default_factory=list)
-    predicted_s: list[float | None] = field(default_factory=list)
-    in_calls_s: list[float] = field(default_factory=list)
     sent_bytes: int | None = None
     max_abs_error: float | None = None
     complaint: str = ""
     peak_bytes: int | None = None
     first_matmul_s: list[float] = field(default_factory=list)
     gradients_ready_s: list[float] = field(default_factory=list)
+    predicted_s: list[float | None] = field(default_factory=list)
+    in_calls_s: list[float] = field(default_factory=list)
 
     def begin(self) -> None:
         """Forgets what rounds have entered."""
