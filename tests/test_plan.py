@@ -296,18 +296,30 @@ NODES = {"uplink": Link(2e-4, 125e6), "contention": 0.1}
 )
 def test_little_is_simulated(on, ranks, most, monkeypatch):
     """Operations of all the programs that are replayed for one plan; each takes some 6 us."""
-    module, simulated = importlib.import_module("flashoverlap.plan"), []
+    assert 0 < most_replayed(replace(on, issue_s=5.001e-6), ranks, 8192, monkeypatch) <= most
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(8, 2500), (16, 700), (64, 2500)])
+def test_as_little_where_rows_do_not_divide(ranks, most, monkeypatch):
+    """Also on a machine as calibration finds them, of whose wires each size has a rate of its own."""
+    link = replace(GIGABIT.link, sizes=((1024, 2e-5), (65536, 6e-4), (1 << 20, 8.6e-3)), burst_bytes=176_000)
+    on = replace(GIGABIT, link=link, post_s=5e-4, notice_s=2e-4, contention=0.1)
+    assert 0 < most_replayed(on, ranks, 40 * ranks + 1, monkeypatch) <= most
+
+
+def most_replayed(on, ranks, rows, monkeypatch):
+    module, replayed = importlib.import_module("flashoverlap.plan"), []
 
     def counting(schedule, machine, *, spans):
         assert not spans
-        simulated[-1] += sum(map(len, schedule.programs[: alike_after(schedule, machine)]))
+        replayed[-1] += sum(map(len, schedule.programs[: alike_after(schedule, machine)]))
         return simulate(schedule, machine, spans=spans)
 
     monkeypatch.setattr(module, "simulate", counting)
     for op, sizes in OPERATORS.items():
-        simulated.append(0)
-        plan(op, {"rows": 8192, **sizes}, replace(on, issue_s=5.001e-6), ranks=ranks)
-    assert 0 < max(simulated) <= most
+        replayed.append(0)
+        plan(op, {"rows": rows, **sizes}, on, ranks=ranks)
+    return max(replayed)
 
 
 busy_machines = st.builds(
@@ -394,6 +406,11 @@ def test_no_rows_and_fewer_rows_than_ranks():
     [
         ({"shape": MLP}, "mlp: shape needs 'rows', a whole number of 0 or more, not None"),
         ({"shape": {"rows": -1, **MLP}}, "not -1"),
+        ({"shape": {"rows": 8.5, **MLP}}, "mlp: rows must be a whole number, not 8.5"),
+        ({"shape": {"rows": 8, **MLP, "hidden": "much"}}, "hidden must be a whole number, not 'much'"),
+        ({"shape": {"rows": 8, **MLP, "out": [1, None]}}, r"out must be a whole number, not \[1, None\]"),
+        ({"ranks": 2.0}, "ranks must be a whole number, not 2.0"),
+        ({"ranks": 0}, "1 or more, not 0"),
         ({"ranks": None}, "ranks must be given for a machine that names neither nodes nor links"),
         ({"dtype": "int8"}, "dtype must be one of float64, float32, float16, bfloat16, not 'int8'"),
         ({"machine": Machine(GIGABIT.link)}, "this machine has no kernel 'up'; known: none"),
@@ -405,6 +422,12 @@ def test_what_is_refused(change, message):
     arguments = {"op": "mlp", "shape": {"rows": 8, **MLP}, "machine": GIGABIT, "ranks": 2, **change}
     with pytest.raises(ValueError, match=message):
         plan(**arguments)
+
+
+@pytest.mark.parametrize("change", [{"machine": "h100-nvlink"}, {"overlap": "flash"}])
+def test_what_is_no_machine_and_no_overlap(change):
+    with pytest.raises(TypeError, match="a Machine and an Overlap are needed"):
+        plan("mlp", {"rows": 8, **MLP}, **{"machine": GIGABIT, "ranks": 2, **change})
 
 
 @pytest.mark.parametrize(("post_s", "mode"), [(0.0, "flash"), (1e-4, "flash"), (2e-3, "off")])

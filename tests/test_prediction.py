@@ -44,6 +44,7 @@ def test_auto_is_compared_with_the_best_of_the_same_point():
     assert result["auto_vs_best_worst"] == pytest.approx(0.25)
     assert (result["median_error"], result["worst_error"]) == (0.1, 0.4)
     assert result["points"] == points
+    assert prediction.against_off(points) == pytest.approx(0.1)
 
 
 def test_the_best_is_told_by_other_rounds_than_those_that_auto_is_compared_in():
@@ -59,7 +60,9 @@ def test_the_best_is_told_by_other_rounds_than_those_that_auto_is_compared_in():
 def test_every_point_of_the_grid_can_be_run():
     full = list(prediction.grid(list(prediction.CASES), quick=False, repeats=3))
     quick = list(prediction.grid(["mlp"], quick=True, repeats=3))
-    assert len(full) == 4 * (4 * 3 * 2 + 1) + 4 * 3 + 1  # dp is training in any case, and each has a point on two nodes
+    # dp is training in any case, each has a point on two nodes, and two have few rows
+    assert len(full) == 4 * (4 * 3 * 2 + 1) + 4 * 3 + 1 + 2 * 3
+    assert max(each.repeats for each in full) == prediction.MOST_ROUNDS
     assert [each.ranks_of_nodes for each in full if each.nodes > 1] == [(2, 2)] * 5
     assert len(quick) == 4
     assert "slice" in full[0].modes

@@ -19,6 +19,7 @@ from .workload import Workload, along_features, layers_of, workload
 
 FEW_ROWS = 256  # of a piece: matmuls of fewer lose efficiency, so that features may be the better thing to cut
 _WHOLE_ROWS = 64  # rows of a piece from which on pieces may be taken as equal, which is off by one row each
+_MOST_UNALIKE = 8  # ranks; of more, which take too long to replay one by one, pieces of fewer rows are as well
 DIRECT = Candidate("flash", "direct", 1)
 
 
@@ -142,4 +143,4 @@ def cuts_of(
 def _pieces(total: int, ranks: int) -> tuple[int, ...]:
     """Rows of each piece, taken as equal where that is off by little: ranks are then alike, and quickly simulated."""
     rows = split_sizes(total, ranks)
-    return tuple(rows) if rows[0] < _WHOLE_ROWS else (rows[0],) * ranks
+    return tuple(rows) if rows[0] < _WHOLE_ROWS and ranks <= _MOST_UNALIKE else (rows[0],) * ranks

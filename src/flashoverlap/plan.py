@@ -142,11 +142,24 @@ def plan(
             "auto" with pattern "direct" leaves the pattern open.
 
     Raises:
-        ValueError: an operator, size or dtype that is not known, no ranks, or a machine without what it needs.
+        ValueError: an operator, size or dtype that is not known, a size that is no whole number, no ranks, or a machine
+            without what it needs.
+        TypeError: something else in place of the machine or the overlap.
     """
-    count = ranks or sum(machine.nodes) or len(machine.links)
+    if not isinstance(machine, Machine) or not isinstance(overlap, Overlap):
+        raise TypeError(f"{op}: a Machine and an Overlap are needed, not {machine!r} and {overlap!r}")
+    for name, value in (("ranks", ranks), *shape.items()):
+        if not (_is_whole(value) or (name == "ranks" and value is None)):
+            raise ValueError(f"{op}: {name} must be a whole number, not {value!r}")
+    count = sum(machine.nodes) or len(machine.links) if ranks is None else ranks
     sizes = tuple(sorted((name, _frozen(value)) for name, value in shape.items()))
     return _plan(op, sizes, machine, count, dtype, overlap)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a whole number, or a sequence of such."""
+    each = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    return all(isinstance(one, int) for one in each)
 
 
 def _frozen(value: int | Sequence[int]) -> int | tuple[int, ...]:
@@ -172,7 +185,9 @@ def _plan(op: str, sizes: Sizes, machine: Machine, ranks: int, dtype: str, overl
     if not isinstance(total, int) or total < 0:
         raise ValueError(f"{op}: shape needs 'rows', a whole number of 0 or more, not {total!r}")
     if ranks < 1:
-        raise ValueError(f"{op}: ranks must be given for a machine that names neither nodes nor links")
+        raise ValueError(
+            f"{op}: ranks must be given for a machine that names neither nodes nor links, 1 or more, not {ranks}"
+        )
     if dtype not in ITEMSIZE:
         raise ValueError(f"{op}: dtype must be one of {', '.join(ITEMSIZE)}, not {dtype!r}")
     machine.check_ranks(ranks)
@@ -198,17 +213,7 @@ class _Planner:
             search.found += (self.simulated(cut, candidate) for candidate in each if candidate.mode in self.modes)
         for cut in self.cuts[::-1]:  # where rows are few, features are the faster as a rule
             if not search.settled:
-                least = cache(partial(cut.least_s, compute_s=self.compute_s))
-                known = [
-                    each for each in families(self.overlap, cut.pieces, cut.orders(self.overlap), cut.along) if each
-                ]
-                for family in known:
-                    if family[0].splits == 1:
-                        self.explore(cut, family[:1], search, least)
-                for family in sorted(
-                    known, key=lambda family: min(search.seconds_by_parts(family[0]).values(), default=0.0)
-                ):  # while messages last
-                    self.explore(cut, family, search, least)
+                self.explore_all(cut, search)
         choice, found, layers = self.steadier(search), search.found, self.layers(search)
         if layers:
             each = "; ".join(str(layer.choice) for layer in layers)
@@ -266,6 +271,16 @@ class _Planner:
     def simulated(self, cut: Cut, candidate: Candidate) -> Candidate:
         """The candidate with what the slowest rank takes."""
         return candidate._replace(seconds=simulate(cut.schedule(candidate), cut.machine, spans=False).makespan_s)
+
+    def explore_all(self, cut: Cut, search: _Search) -> None:
+        """The candidate of each family that makes no parts, and then more parts, of the fastest family first."""
+        least = cache(partial(cut.least_s, compute_s=self.compute_s))
+        known = [each for each in families(self.overlap, cut.pieces, cut.orders(self.overlap), cut.along) if each]
+        for family in known:
+            if family[0].splits == 1:
+                self.explore(cut, family[:1], search, least)
+        for family in sorted(known, key=lambda each: min(search.seconds_by_parts(each[0]).values(), default=0.0)):
+            self.explore(cut, family, search, least)
 
     def explore(self, cut: Cut, family: Sequence[Candidate], search: _Search, least: Callable[[int], float]) -> None:
         """Simulates more and more parts, as long as more could be taken; ``least`` seconds are needed for so many.

@@ -36,7 +36,6 @@ class Case(ABC):
         dtype: of all tensors.
         grad: gradient of the own part of the output.
         passes: how many passes follow each other in what is timed at once.
-        agreements: messages by which ranks agree on a pass, beside those of its calls.
         units: by name, the least for which the tolerance of an error holds, where it is not one.
     """
 
@@ -46,7 +45,6 @@ class Case(ABC):
     rank: int
     world_size: int
     passes: int = 1
-    agreements: int = 0
     units: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod

@@ -24,8 +24,6 @@ from .matmul_clock import MatmulClock, Tails
 from .shapes import StackShape
 from .values import TOLERANCES
 
-_AGREEMENTS = {"none": 1, "gradients": 2, "parameters": 1}  # of a step: on its gradients, and its new parameters
-
 
 class DataParallel(Case):
     """Steps of SGD in a row, each of forward, backward and optimizer.
@@ -45,7 +43,6 @@ class DataParallel(Case):
     def __init__(self, shape: StackShape, dtype: torch.dtype, rank: int, world_size: int) -> None:
         self.shape, self.dtype, self.rank, self.world_size = shape, dtype, rank, world_size
         self.passes = shape.steps
-        self.agreements = _AGREEMENTS[shape.shard]
         self.grad = torch.ones(())  # of the loss
 
     @abstractmethod
@@ -175,9 +172,9 @@ class OurSteps(Steps):
         super().clear()
 
     def transports(self, group: Any) -> list[Any]:
-        """Two of the model's own."""
+        """Those of the model's own."""
         channels = self._model._engine.channels
-        return [channels.reduce, channels.gather]
+        return [*dict.fromkeys((channels.reduce, channels.gather, channels.stream))]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

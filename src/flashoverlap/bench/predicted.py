@@ -36,7 +36,7 @@ def said(records: Sequence[Record], passes: int, agreements: int, agreement_s: f
     Args:
         records: of the report.
         passes: how many there were.
-        agreements: of a pass, beside one of each call.
+        agreements: messages by which the ranks agreed, in all passes.
         agreement_s: seconds of one (:func:`agreement`).
     """
     steps = [record for record in records if record.op == "step"]
@@ -44,8 +44,7 @@ def said(records: Sequence[Record], passes: int, agreements: int, agreement_s: f
     told = [record.predicted_exposed_s if steps else record.predicted_s for record in steps or records]
     if not told or None in told:
         return Said(None, in_calls_s)
-    agreements += 0 if steps else sum(record.calls for record in records) // passes
-    return Said(sum(filter(None, told)) / passes + agreements * agreement_s, in_calls_s)
+    return Said((sum(filter(None, told)) + agreements * agreement_s) / passes, in_calls_s)
 
 
 def agreement(group: Any, barrier: Callable[[], object]) -> float:

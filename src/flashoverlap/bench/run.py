@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .. import machine_file
+from ..machine import Machine
 from ..trace import Span, Trace
 from .options import Options
 from .peers import missing
@@ -28,12 +30,14 @@ class Outcome:
         complaints: what was wrong with whose values; empty where all were right.
         notes: what else there is to say, a line each.
         trace: of one further run of flash, where it was asked for.
+        machine: what plans went by; None of one rank.
     """
 
     result: dict[str, Any]
     complaints: list[str]
     notes: list[str]
     trace: Trace | None
+    machine: Machine | None = None
 
 
 def run(options: Options, timeout_s: float | None = None) -> Outcome:
@@ -52,9 +56,10 @@ def run(options: Options, timeout_s: float | None = None) -> Outcome:
         lab.run(command, env=_ENV, timeout_s=timeout_s, stdout=unread, stderr=unread)
         files = [directory / f"rank{rank}.json" for rank in range(options.ranks)]
         ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        machine = next(map(machine_file.read, (directory / "machines0").glob("*.json")), None)
     summary = summarize([[Part(**part) for part in rank["parts"]] for rank in ranks])
     trace = _trace(ranks, summary.best.get("flash")) if options.trace else None
-    return Outcome(as_json(options, summary.rows), summary.complaints, list(absent.values()), trace)
+    return Outcome(as_json(options, summary.rows), summary.complaints, list(absent.values()), trace, machine)
 
 
 def _trace(ranks: Sequence[dict[str, Any]], candidate: int | None) -> Trace | None:

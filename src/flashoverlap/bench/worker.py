@@ -30,7 +30,8 @@ def main(directory: Path) -> None:
         assert dist.group.WORLD is not None
         if options.ranks > 1:  # so that what is measured stands beside what is predicted
             nodes = options.ranks_of_nodes if options.nodes > 1 else None  # on one host, where nobody could see them
-            calibrate(dist.group.WORLD, dtype=getattr(torch, options.dtype), nodes=nodes, anew=True)
+            dtype, folder = getattr(torch, options.dtype), directory / f"machines{dist.get_rank()}"
+            calibrate(dist.group.WORLD, dtype=dtype, nodes=nodes, folder=folder, anew=True)
         bench = Bench(options, candidates(options), dist.group.WORLD, lambda: dist.barrier(group=control))
         parts = bench.run()
         spans = bench.traces() if options.trace else {}

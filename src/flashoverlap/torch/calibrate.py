@@ -41,7 +41,7 @@ def calibrate(
 ) -> Machine:
     """Measures what this group's wire and its ranks' arithmetic cost, for mode "auto" to plan with. Collective.
 
-    It takes about two seconds the first time, and some 30 ms where a machine that was measured before still holds. All
+    It takes two seconds or a few the first time, and some 60 ms where a machine that was measured before still holds. All
     ranks return the same Machine, bit by bit: that of the slowest of them. Mode "auto" plans with it from then on.
 
     Args:
