@@ -206,14 +206,25 @@ def measure(folder: Path) -> None:
     from flashoverlap.bench.measure import Bench
 
     class Predicting(Bench):
-        """Calibrates now and then."""
+        """Calibrates now and then, after which each candidate runs once untimed, since its calls are planned anew."""
+
+        unplanned: frozenset[int] = frozenset()
 
         def _round(self, visit: Callable[[int], None], first: int) -> None:
             every = -(-self._options.repeats // CALIBRATIONS)
             if visit == self._timed and first % every == 0:
                 fo.calibrate(self._group, nodes=nodes, folder=folder / f"machines{rank}", anew=True)
                 self.agreement_s = agreement(self._group, self._barrier)
+                self.unplanned = frozenset(range(len(self.parts)))
             super()._round(visit, first)
+
+        def _timed(self, index: int) -> None:
+            if index in self.unplanned:
+                self.unplanned -= {index}
+                self._contestants[index].run(self._grad)
+                self._contestants[index].clear()
+                self._barrier()
+            super()._timed(index)
 
     options = Options.from_json((folder / "options.json").read_text(encoding="utf-8"))
     torch.set_num_threads(1)
