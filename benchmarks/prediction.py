@@ -212,7 +212,8 @@ def measure(folder: Path) -> None:
 
         def _round(self, visit: Callable[[int], None], first: int) -> None:
             every = -(-self._options.repeats // CALIBRATIONS)
-            if visit == self._timed and first % every == 0:
+            warm = self.agreement_s > 0  # which is told after the round that warms up
+            if visit == self._timed and warm and first % every == 0:
                 fo.calibrate(self._group, nodes=nodes, folder=folder / f"machines{rank}", anew=True)
                 self.agreement_s = agreement(self._group, self._barrier)
                 self.unplanned = frozenset(range(len(self.parts)))
