@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import platform
 import re
+import socket
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -238,6 +240,7 @@ def test_anew_measures_whatever_is_kept(quick, believed, tmp_path):
     [
         (lambda path, _: path.write_text(path.read_text()[:100]), "machine file .*json: "),
         (lambda path, _: path.write_bytes(b"\xff"), "machine file .*json: "),
+        (lambda path, _: path.write_text("[" * 200_000), "machine file .*json: it is nested too deeply"),
         (lambda path, machine: machine_file.write(path, machine, {"host": "elsewhere"}), "was measured elsewhere: host 'elsewhere'"),
     ],
 )  # fmt: skip
@@ -312,10 +315,11 @@ def linear(rank, group, rows, overlap=fo.Overlap(), features=64):
 def measuring(monkeypatch, tmp_path, quick, believed):
     """Groups are measured at first use, as they are outside of tests; what is kept goes here."""
     monkeypatch.setattr(planned.Planned, "measures", True)
-    monkeypatch.setattr(machine_cache, "default_folder", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice, "WORTH_BYTES", 1 << 14)
     fo.report().clear()
-    return tmp_path
+    (tmp_path / "flashoverlap").mkdir()
+    return tmp_path / "flashoverlap"
 
 
 def test_the_first_call_that_moves_enough_measures_the_group(measuring):
@@ -450,8 +454,13 @@ def test_an_operator_meanwhile_is_refused(tmp_path):
         fo.calibrate(transport, folder=tmp_path)
 
 
-def test_the_users_cache_is_the_default(monkeypatch, tmp_path):
+@pytest.mark.parametrize("told", [None, "", "not/absolute"])
+def test_the_users_cache_is_the_default(told, monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    if told is None:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", told)
     assert machine_cache.default_folder() == tmp_path / ".cache" / "flashoverlap"
 
 
@@ -466,13 +475,29 @@ def test_wires_of_the_lab_are_measured_as_they_are(tmp_path):
     options = ["--ranks", "4", "--nodes", "2", "--link", "200mbit", "--uplink", "50mbit"]
     done = CliRunner().invoke(app, ["calibrate", *options, "--folder", str(tmp_path), "--json", str(file)])
     assert done.exit_code == 0, done.output
-    machine = machine_file.read(file, {"ranks": 4, "nodes": [2, 2], "dtype": "float32"})
+    machine = machine_file.read(file, {"host": platform.node(), "ranks": 4, "nodes": [2, 2], "dtype": "float32"})
     assert machine.nodes == (2, 2)
     assert machine.uplink is not None
     assert 2.5 <= machine.link.bytes_per_s / machine.uplink.bytes_per_s <= 6.0
     assert 0.6 * 25e6 <= machine.link.bytes_per_s <= 1.2 * 25e6
     (kept,) = tmp_path.glob("machine-*.json")
     assert machine_file.read(kept) == machine
+
+
+def test_a_file_of_the_command_says_where_it_holds_as_the_cache_does(quick, monkeypatch, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in {**told, "XDG_CACHE_HOME": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    done = CliRunner().invoke(app, ["calibrate", "--dtype", "bfloat16", "--json", str(tmp_path / "machine.json")])
+    assert done.exit_code == 0, done.output
+    (kept,) = (tmp_path / "flashoverlap").iterdir()
+    about = machine_file.place(tmp_path / "machine.json")
+    assert about == {**machine_file.place(kept), "nodes": [1]}  # the cache tells nodes where ranks share a wire
+    assert (about["host"], about["dtype"], about["ranks"]) == (platform.node(), "bfloat16", 1)
+    assert {"backend", "device", "cores", "threads", "torch", "flashoverlap", "hosts", "members"} <= about.keys()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 import transformers
 
+from flashoverlap.alike import alike_after
 from flashoverlap.cluster.cluster import measured_cluster, published_cluster
 from flashoverlap.cluster.configuration import from_configuration, model_shape
-from flashoverlap.cluster.find import find_cluster
+from flashoverlap.cluster.find import find_cluster, usual_dtype
 from flashoverlap.cluster.memory import Training, memory_of
 from flashoverlap.cluster.models import MODELS
+from flashoverlap.cluster.operators import Layers
 from flashoverlap.cluster.published import PUBLISHED
 from flashoverlap.cluster.split import Split, refusal, splits_of
 from flashoverlap.cluster.step import estimate
@@ -186,6 +189,17 @@ def test_a_calibrated_machine_is_a_cluster(tmp_path):
         measured_cluster(Machine(Link(0, 1e9)), "old")
 
 
+def test_what_a_file_was_measured_in_is_what_is_planned_in(tmp_path):
+    machine, path = Machine(Link(1e-4, 1e9), matmul=Matmul(1e12)), tmp_path / "m.json"
+    for about, dtype in (({"dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float32"}, "float32"), ({}, "float32")):
+        write(path, machine, about)
+        assert usual_dtype(str(path)) == dtype
+    assert usual_dtype("mi300x") == "bfloat16"
+    write(path, machine, {"dtype": ["float64"]})
+    with pytest.raises(ValueError, match=r"m\.json was measured in \['float64'\]; --dtype must say in which of"):
+        usual_dtype(str(path))
+
+
 # --- splits and memory
 
 
@@ -212,6 +226,24 @@ def test_without_replicas_ranks_of_up_still_exchange_gradients():
     gradients = [call for call in step.calls if call.axis == "dp"]
     assert [(call.op, call.ranks) for call in gradients] == [("reduce_scatter + all_gather", 4)] * 2
     assert not [c for c in estimate(MODELS["llama-3-8b"], H100, Split(1, 1, 8), Training(2048)).calls if c.axis == "dp"]
+
+
+def test_copies_have_as_many_rows_of_the_weights_each(monkeypatch):
+    """Ranks of 1024 devices are alike, so that few are replayed; and what is sent is the parameters and no more."""
+    planner, replayed = importlib.import_module("flashoverlap.plan"), []
+
+    def replay(schedule, machine, **options):
+        replayed.append(alike_after(schedule, machine))
+        return simulate(schedule, machine, **options)
+
+    simulate = planner.simulate
+    monkeypatch.setattr(planner, "simulate", replay)
+    planner._plan.cache_clear()
+    step = estimate(MODELS["llama-3-8b"], H100, Split(512, 1, 2), Training(2048, shard="parameters"))
+    assert max(replayed) <= 8
+    weights = next(call for call in step.calls if call.site == "weights")
+    parameters = Layers(step.model, step.split, step.work).parameters
+    assert weights.bytes == pytest.approx(2 * parameters * 511 / 512, rel=1e-3)
 
 
 def test_splits():

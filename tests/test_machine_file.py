@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashoverlap import Kernel, Link, Machine
-from flashoverlap.machine_file import VERSION, read, write
+from flashoverlap.machine_file import VERSION, place, read, write
 from flashoverlap.matmul import Attention, Matmul, Product
 
 MATMUL = Matmul(1.25e11, 2e-6, 1e10, ((8, 256, 256, 0.1), (512, 256, 256, 0.9)), 3e-10, (1.25, 1.5), 512)
@@ -54,6 +54,16 @@ def test_numbers_come_back_bit_by_bit(tmp_path_factory, numbers):
     assert read(path) == machine
 
 
+def test_where_a_machine_holds_is_what_was_written(path):
+    write(path, MACHINE, ABOUT)
+    assert place(path) == ABOUT
+    path.write_text(json.dumps({**json.loads(path.read_text()), "about": ["here"]}))
+    assert place(path) == {}
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=f"machine file {path}: it is none of a machine"):
+        place(path)
+
+
 def test_a_file_of_another_place_says_in_what_it_differs(path):
     write(path, MACHINE, ABOUT)
     with pytest.raises(
@@ -79,6 +89,8 @@ def changed(change):
         (lambda path: path.read_text()[:-40], "line"),
         (lambda _: "", "Expecting value"),
         (lambda _: "[1, 2]", "it is none of a machine"),
+        (lambda _: "[" * 200_000 + "]" * 200_000, "it is nested too deeply"),
+        (lambda path: path.read_text().replace("2e-05", "1" + "0" * 400), "too large"),
         (lambda _: '{"schema": 1}', "it is none of a machine"),
         (changed(lambda c: c.update(version=1)), "it has version 1, and 3 can be read"),
         (changed(lambda c: c.pop("version")), "it has version None, and 3 can be read"),

@@ -40,6 +40,13 @@ def test_a_model_on_a_cluster(tmp_path):
     assert written["tokens"] == 8 * 8192
     assert (written["fits"], written["shard"], written["dtype"]) == (True, "gradients", "bfloat16")
     assert f"MFU {written['mfu']:.1%}" in told
+    for each in written["operators"]:
+        assert max(each["compute_s"], 0.0) <= each["bound_s"] <= each["seconds"] * (1 + 1e-9), each["site"]
+    mlp = next(each for each in written["operators"] if each["site"] == "mlp")
+    assert mlp["bound_s"] > 0
+    row = next(line for line in told.splitlines() if line.startswith("mlp "))
+    assert row.split()[-5:-2] == [f"{mlp[name] * 1e3:.3f}" for name in ("seconds", "bound_s", "compute_s")]
+    assert "bound" in told
     assert {"site", "mode", "seconds", "exposed_s", "bytes"} <= written["operators"][0].keys()
 
 
@@ -69,6 +76,25 @@ def test_a_model_from_its_configuration_on_a_calibrated_machine(tmp_path):
         tmp_path, "--model", tmp_path, "--machine", tmp_path / "machine.json", "--memory", 1, "--dtype", "bf16"
     )
     assert (written["dtype"], written["fits"]) == ("bfloat16", True)
+
+
+def test_a_calibrated_machine_says_where_it_was_measured_and_in_what(tmp_path):
+    machine, file = Machine(Link(1e-4, 1e8), matmul=Matmul(1e11)), tmp_path / "machine.json"
+    write(file, machine, {"host": "node-7", "dtype": "bfloat16", "ranks": 2})
+    told, written = asked(tmp_path, *OP, "--machine", file)
+    assert f"figures: measured, {file}: host node-7, dtype bfloat16\n" in told
+    same, _ = asked(tmp_path, *OP, "--machine", file, "--dtype", "bf16")
+    assert same == told
+    told, other = asked(tmp_path, *OP, "--machine", file, "--dtype", "fp32")
+    assert "dtype bfloat16; planned in float32 all the same, with matmuls as fast as in bfloat16\n" in told
+    assert other["source"] in told
+    assert other["wire_s"] == 2 * written["wire_s"]
+    write(file, machine, {})
+    assert "host not said, dtype not said\n" in asked(tmp_path, *OP, "--machine", file)[0]
+    write(file, machine, {"dtype": "float64"})
+    refused = call(*OP, "--machine", file)
+    assert (refused.exit_code, len(refused.output.splitlines())) == (2, 1)
+    assert "machine.json was measured in 'float64'; --dtype must say in which" in refused.output
 
 
 def test_what_does_not_fit_is_told():
@@ -156,11 +182,19 @@ def test_bad_arguments_are_one_line_and_status_2(arguments, told):
     assert len(result.output.splitlines()) == 1
 
 
-def test_a_file_that_holds_no_machine_is_told(tmp_path):
-    (tmp_path / "machine.json").write_text("{}")
-    result = call(*STEP[:2], "--machine", tmp_path / "machine.json")
-    assert result.exit_code == 2
-    assert "it is none of a machine" in result.output
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("{}", "it is none of a machine"), ("[" * 200_000, "nested too deeply")],
+    ids=["another", "deep"],
+)
+def test_a_file_that_holds_nothing_of_use_is_told(tmp_path, text, told):
+    (tmp_path / "some.json").write_text(text)
+    result = call(*STEP[:2], "--machine", tmp_path / "some.json")
+    assert (result.exit_code, len(result.output.splitlines())) == (2, 1)
+    assert told in result.output
+    result = call("--model", tmp_path / "some.json", *STEP[2:])
+    assert (result.exit_code, len(result.output.splitlines())) == (2, 1)
+    assert "some.json" in result.output
 
 
 def test_planning_loads_neither_torch_nor_transformers():

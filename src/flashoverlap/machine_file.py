@@ -6,7 +6,8 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -54,20 +55,49 @@ def read(path: Path, about: Mapping[str, Any] | None = None) -> Machine:
         ValueError: it holds no machine, one of another version or of another place, or numbers out of range; the
             message names the file and what is wrong with it.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError("it is none of a machine")
-        if content.get("version") != VERSION:
-            raise ValueError(f"it has version {content.get('version')!r}, and {VERSION} can be read")
-        _check_about(content.get("about"), about or {})
+    with _naming(path):
+        content = _content(path)
+        _check_about(_about(content), about or {})
         return _decoded(Machine, content.get("machine"), "machine")
-    except ValueError as error:  # of JSON and of UTF-8 as well
+
+
+def place(path: Path) -> Mapping[str, Any]:
+    """Where the machine of a file holds: what :func:`write` was told, as far as the file says it.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no machine, or one of another version.
+    """
+    with _naming(path):
+        return _about(_content(path))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Names the file in every error of what it holds: no JSON, no UTF-8, numbers too large, nesting too deep."""
+    try:
+        yield
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"machine file {path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"machine file {path}: it is nested too deeply") from None
 
 
-def _check_about(written: Any, wanted: Mapping[str, Any]) -> None:
-    written = written if isinstance(written, dict) else {}
+def _content(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError("it is none of a machine")
+    if content.get("version") != VERSION:
+        raise ValueError(f"it has version {content.get('version')!r}, and {VERSION} can be read")
+    return content
+
+
+def _about(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    about = content.get("about")
+    return about if isinstance(about, dict) else {}
+
+
+def _check_about(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     others = [
         f"{name} {written.get(name)!r}, not {value!r}" for name, value in wanted.items() if written.get(name) != value
     ]

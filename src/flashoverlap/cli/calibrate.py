@@ -42,12 +42,13 @@ def calibrate(
             check_writable(json)
         if "RANK" in os.environ:
             _refuse_lab(context)
-            _rank(dtype, folder or _folder(), json)
+            _rank(dtype, folder, json)
             return
         lab = Lab(ranks, link, nodes=nodes, uplink=uplink)
     except ValueError as error:
         raise refused("calibrate", error) from None
-    arguments = ["--dtype", dtype, "--folder", str((folder or _folder()).absolute())]
+    arguments = ["--dtype", dtype]
+    arguments += ["--folder", str(folder.absolute())] if folder is not None else []
     arguments += ["--json", str(json.absolute())] if json is not None else []
     try:
         with lab:
@@ -57,12 +58,6 @@ def calibrate(
         raise typer.Exit(1) from None
 
 
-def _folder() -> Path:
-    """Flashoverlap's folder in the user's cache."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "flashoverlap"
-
-
 def _refuse_lab(context: typer.Context) -> None:
     for name in _OF_THE_LAB:
         source = context.get_parameter_source(name)
@@ -70,26 +65,29 @@ def _refuse_lab(context: typer.Context) -> None:
             raise ValueError(f"--{name} is of the lab, and these ranks have been started already (RANK is set)")
 
 
-def _rank(dtype: str, folder: Path, json: Path | None) -> None:
+def _rank(dtype: str, folder: Path | None, json: Path | None) -> None:
     """One rank: measures with the others; the first one shows what they found, and writes it."""
     import torch
     import torch.distributed as dist
 
     from ..machine_file import write
     from ..torch.calibrate import calibrate as measured
+    from ..torch.machine_cache import host_number, place
+    from ..torch.transport import transport_of
 
     dist.init_process_group()
     try:
         placed: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(placed, os.environ.get("GROUP_RANK", "0"))
-        nodes = [len(list(ranks)) for _, ranks in groupby(placed)]
-        machine = measured(
-            dist.group.WORLD, dtype=getattr(torch, dtype), device=_device(), nodes=nodes, folder=folder, anew=True
-        )
+        dist.all_gather_object(placed, (os.environ.get("GROUP_RANK", "0"), host_number()))
+        nodes = [len(list(ranks)) for _, ranks in groupby(placed, lambda rank: rank[0])]
+        hosts = [host for _, host in placed]
+        device, kind = torch.device(_device()), getattr(torch, dtype)
+        machine = measured(dist.group.WORLD, dtype=kind, device=device, nodes=nodes, folder=folder, anew=True)
         if dist.get_rank() == 0:
             _show(machine)
             if json is not None:
-                write(json, machine, {"ranks": len(placed), "nodes": nodes, "dtype": dtype})
+                about = place(transport_of(dist.group.WORLD, like=torch.empty(0, device=device)), kind, device)
+                write(json, machine, {**about, "hosts": [hosts.index(host) for host in hosts], "nodes": nodes})
     finally:
         dist.destroy_process_group()
 

@@ -62,7 +62,7 @@ class PlanOptions:
     batch: Annotated[int | None, count("Sequences of one replica at a time, 1 unless given.")] = None
     accumulate: Annotated[int | None, count("Micro-batches of a step, 1 unless given.")] = None
     dtype: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 unless given, fp32 for a calibration.")
+        str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; bf16 unless given, a calibration's own.")
     ] = None
     shard: Annotated[
         str | None, typer.Option(help=f"What replicas share: one of {', '.join(SHARDS)}; none unless given.")

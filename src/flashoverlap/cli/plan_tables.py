@@ -39,7 +39,8 @@ def step(found: Estimate) -> list[Any]:
         f"{work.batch} at a time in each replica, {work.micro_batches} a step; {work.dtype}, shard {work.shard}"
         f"{', recompute' if work.recompute else ''}"
     )
-    heads = ("operator", "phase", "over", "mode", "calls", "predicted ms", "kernels ms", "exposed ms", "MB sent")
+    words = ("operator", "phase", "over", "mode", "calls")
+    heads = (*words, "predicted\nms", "bound\nms", "kernels\nms", "exposed\nms", "MB\nsent")
     rows = [_call(call) for call in found.calls]
     return [
         title,
@@ -61,6 +62,7 @@ def _call(call: Call) -> tuple[str, ...]:
         call.mode or "-",
         str(call.times),
         f"{call.seconds * 1e3:.3f}",
+        f"{call.bound_s * 1e3:.3f}",
         f"{call.compute_s * 1e3:.3f}",
         f"{call.exposed_s * 1e3:.3f}",
         f"{call.bytes / 1e6:.1f}",
@@ -79,7 +81,7 @@ def _memory(found: Estimate) -> str:
 def _basis(cluster: Cluster) -> list[str]:
     """Where the figures are from, and what was assumed."""
     if cluster.assumed is None:
-        return [f"figures: measured, {cluster.name}"]
+        return [f"figures: {cluster.source}"]
     told = asdict(cluster.assumed)
     numbers = ", ".join(_number(name, value) for name, value in told.items())
     return [f"figures: {cluster.source}", f"assumed shares of them, and times: {numbers}"]
@@ -152,6 +154,7 @@ def operator_json(found: Plan, cluster: Cluster) -> dict[str, Any]:
     return {
         "op": found.op,
         "machine": cluster.name,
+        "source": cluster.source,
         "ranks": len(found.rows),
         "rows": sum(found.rows),
         "choice": candidates[0],

@@ -23,6 +23,7 @@ class Call(NamedTuple):
         compute_s: of its kernels alone.
         exposed_s: by how much communication makes the step longer.
         plain_s: by how much it would, with nothing overlapped.
+        bound_s: what no schedule of the call beats: the longer of its kernels and the busiest wire.
         bytes: that a rank sends.
         reason: why this mode.
     """
@@ -38,6 +39,7 @@ class Call(NamedTuple):
     compute_s: float
     exposed_s: float
     plain_s: float
+    bound_s: float
     bytes: int
     reason: str
 
@@ -54,15 +56,15 @@ class Groups:
         """One operator, planned; or computed by itself, where it moves nothing."""
         if not operator.op:
             seconds = self._local_s(operator.sizes)
-            return Call(*operator[:4], operator.times, 1, "", seconds, seconds, 0.0, 0.0, 0, "moves nothing")
+            return Call(*operator[:4], operator.times, 1, "", seconds, seconds, 0.0, 0.0, seconds, 0, "moves nothing")
         found = self.plan(operator)
         taken, bare_s = found.predicted_s, found.compute_s
         if found.code == "one_rank":
-            return Call(*operator[:4], operator.times, 1, "", taken, taken, 0.0, 0.0, 0, found.reason)
+            return Call(*operator[:4], operator.times, 1, "", taken, taken, 0.0, 0.0, found.bound_s, 0, found.reason)
         exposed_s, plain_s = max(0.0, taken - bare_s), max(0.0, plain_seconds(found) - bare_s)
         return Call(
             *operator[:4], operator.times, len(found.rows), str(found.choice),
-            taken, bare_s, exposed_s, plain_s, bytes_sent(found), found.reason,
+            taken, bare_s, exposed_s, plain_s, found.bound_s, bytes_sent(found), found.reason,
         )  # fmt: skip
 
     def transfers(self, operators: Sequence[Operator], reason: str) -> Call:
@@ -73,7 +75,7 @@ class Groups:
         return Call(
             site, phase, " + ".join(operator.op for operator in operators), axis, times, len(found[0].rows),
             " + ".join(str(each.choice) for each in found),
-            seconds, 0.0, 0.0, seconds, sum(map(bytes_sent, found)), reason,
+            seconds, 0.0, 0.0, seconds, sum(each.bound_s for each in found), sum(map(bytes_sent, found)), reason,
         )  # fmt: skip
 
     def plan(self, operator: Operator) -> Plan:

@@ -106,7 +106,7 @@ def published_cluster(published: Published, dtype: str) -> Cluster:
     )
 
 
-def measured_cluster(machine: Machine, name: str) -> Cluster:
+def measured_cluster(machine: Machine, name: str, source: str = "measured") -> Cluster:
     """The cluster whose ranks are those of a calibrated machine, the slowest of its wires for all.
 
     Raises:
@@ -120,7 +120,7 @@ def measured_cluster(machine: Machine, name: str) -> Cluster:
     uplink = machine.uplink and replace(machine.uplink, bytes_per_s=machine.uplink.bytes_per_s / node_ranks)
     return Cluster(
         name,
-        "calibrated",
+        source,
         replace(machine, link=link, links=(), nodes=(), uplink=None),
         None,
         node_ranks,

@@ -38,6 +38,8 @@ def model_shape(name: str) -> ModelShape:
         configuration = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} holds no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} holds no configuration of a model: it is nested too deeply") from None
     if not isinstance(configuration, dict):
         raise ValueError(f"{path} holds no configuration of a model")
     return from_configuration(configuration, str(path))

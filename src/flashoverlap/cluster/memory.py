@@ -13,6 +13,7 @@ from .models import ModelShape
 from .split import Split
 
 SHARDS = ("none", "gradients", "parameters")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)

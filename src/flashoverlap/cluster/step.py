@@ -170,8 +170,9 @@ class _Step:
             yield call._replace(exposed_s=share * call.seconds)
 
     def _between_copies(self, site: str, phase: str, op: str, part: Ends | Layers) -> Operator:
-        features = self.model.hidden
-        sizes = {"rows": -(-part.parameters // features), "features": features}
+        """Elements of a part as rows, as many for each copy: ranks are then alike, and one is replayed for all."""
+        rows = -(-part.parameters // (self.model.hidden * self.split.copies)) * self.split.copies
+        sizes = {"rows": rows, "features": -(-part.parameters // rows)}
         return Operator(site, phase, op, "dp", sizes, part.times)
 
     def _idle_s(self, layer: Sequence[Call]) -> float:

@@ -41,8 +41,8 @@ def calibrate(
 ) -> Machine:
     """Measures what this group's wire and its ranks' arithmetic cost, for mode "auto" to plan with. Collective.
 
-    It takes two seconds or a few the first time, and some 60 ms where a machine that was measured before still holds. All
-    ranks return the same Machine, bit by bit: that of the slowest of them. Mode "auto" plans with it from then on.
+    It takes two seconds or a few the first time, and some 60 ms where a machine that was measured before still holds.
+    All ranks return the same Machine, bit by bit: that of the slowest of them. Mode "auto" plans with it from then on.
 
     Args:
         group: the process group or one-dimensional DeviceMesh.
@@ -50,7 +50,8 @@ def calibrate(
         device: where the tensors of the group's operators are.
         nodes: ranks per node, in the order of the ranks, where those of a node share its wire to the others. Unless
             given, ranks on one host are a node. ``(n,)`` measures all wires as if there were no nodes.
-        folder: where machines are kept from run to run; ``~/.cache/flashoverlap`` unless given.
+        folder: where machines are kept from run to run; unless given, ``$XDG_CACHE_HOME/flashoverlap``, or
+            ``~/.cache/flashoverlap``.
         anew: measure, whatever is kept.
 
     Raises:

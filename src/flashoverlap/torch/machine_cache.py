@@ -20,8 +20,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def default_folder() -> Path:
-    """Where machines are kept unless told otherwise."""
-    return Path.home() / ".cache" / "flashoverlap"
+    """Where machines are kept unless told otherwise: in the user's cache, wherever the desktop's rules say that is."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (home if home.is_absolute() else Path.home() / ".cache") / "flashoverlap"
 
 
 def number_of(text: str) -> float:
