@@ -60,6 +60,38 @@ def test_another_outcome_at_the_same_site_is_another_record():
     assert len(report) == 5
 
 
+def test_layers_that_do_alike_are_added_up():
+    report = Report()
+    for layer in range(12):
+        taken = "off" if layer == 7 else "flash"
+        report.add(
+            record(site=f"h.{layer}.mlp", mode_taken=taken, bytes=100, blocked_s=0.25, seconds=0.5, predicted_s=1.0)
+        )
+        report.add(record(site=f"h.{layer}.experts.{layer % 3}", op="linear", predicted_s=1.0 if layer else None))
+    for site in ("train.py:7", "train.py:8", "h2.mlp"):
+        report.add(record(site=site))
+    report.note("the wire changed")
+    added = report.by_layer()
+    assert [(r.site, r.mode_taken, r.calls) for r in added] == [
+        ("h.*.mlp", "flash", 11), ("h.*.experts.*", "flash", 12), ("h.7.mlp", "off", 1),
+        ("train.py:7", "flash", 1), ("train.py:8", "flash", 1), ("h2.mlp", "flash", 1),
+    ]  # fmt: skip
+    assert (added[0].bytes, added[0].blocked_s, added[0].seconds, added[0].predicted_s) == (1100, 2.75, 5.5, 11.0)
+    assert added[1].predicted_s is None
+    assert added.notes == ("the wire changed",)
+    assert len(report) == 27
+    assert report[0].calls == 1
+
+
+def test_a_report_of_records_goes_its_own_way():
+    report = Report()
+    report.add(record())
+    kept = Report.of(report, ["until now"])
+    report.add(record())
+    assert (kept[0].calls, report[0].calls) == (1, 2)
+    assert (kept.notes, report.notes) == (("until now",), ())
+
+
 def test_prints_as_a_table_and_forgets():
     report = Report()
     report.add(record(bytes=2_500_000, blocked_s=0.0015, detail="direct x2"))

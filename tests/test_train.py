@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from flashoverlap.checkpoint_folder import KEPT, CheckpointFolder
 from flashoverlap.cli import app
 from flashoverlap.lab import lab_unavailable
+from flashoverlap.overlap import Overlap
 from flashoverlap.train.configuration import difference, fields_of, read_configuration
 from flashoverlap.train.degrees import Degrees
 from flashoverlap.train.flops import flops_per_token
@@ -98,6 +99,11 @@ def tiny(place, **chosen):
 def test_meaningless_options_are_refused_with_their_value(options, told):
     with pytest.raises(ValueError, match=told):
         Options(**options)
+
+
+def test_the_mode_is_the_library_s_default_unless_given():
+    assert (Options().mode, Options().how()) == ("auto", Overlap())
+    assert Options(compare=True).how() == Overlap("flash")
 
 
 def test_options_survive_the_command_line():
@@ -369,7 +375,17 @@ def metrics_so_far(place, out):
     return (place / out / "metrics.jsonl").read_text().splitlines()
 
 
-TRAIN = ("--ranks", 2, "--link", "none", "--steps", STEPS, "--checkpoint-every", EVERY)
+def reported(output, mode):
+    """The rows of the report that a run prints for a mode, by call site and operator: what else each says."""
+    _, _, rest = output.partition(f"report of rank 0: the last step, mode {mode}; times in ms")
+    head, *lines = rest.partition("\n\n")[0].splitlines()[1:]
+    assert head.split("  ")[0] == "call site"
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    return {(site, op): said for site, op, *said in rows}
+
+
+# flash and not auto, for which a tiny model's calls are too small to overlap
+TRAIN = ("--ranks", 2, "--link", "none", "--steps", STEPS, "--checkpoint-every", EVERY, "--overlap", "flash")
 
 
 @pytest.fixture(scope="module")
@@ -394,7 +410,7 @@ def noting(self, number):
     return step(self, number)
 
 Training.step = noting
-program.main(model="tiny.json", data=Path("text.txt"), seq=32, steps=4)
+program.main(model="tiny.json", data=Path("text.txt"), seq=32, steps=4, out=Path("noted"))
 """
 
 
@@ -407,6 +423,7 @@ def test_what_happens_to_the_wire_is_said_at_once_and_once(place):
     (at,) = [number for number, line in enumerate(lines) if "a transfer takes 4 times as long" in line]
     assert lines[at - 1].startswith("step 1/4")
     assert lines[at + 1].startswith("step 2/4")
+    assert (place / "noted" / "report.txt").read_text().count("a transfer takes 4 times as long") == 2
 
 
 @pytest.fixture(scope="module")
@@ -445,6 +462,20 @@ def test_a_run_leaves_metrics_a_picture_and_its_checkpoints(place, whole):
     (mode,) = result["modes"]
     assert list(mode) == MODE
     assert mode["losses"] == [line["loss"] for line in lines]
+
+
+def test_a_run_ends_with_the_report_of_its_last_step(place, whole):
+    rows = reported(whole.output, "flash")
+    *said, measured, predicted, blocked = rows["model.layers.*.mlp", "mlp backward"]
+    assert said == ["flash", "flash direct x1", "rule_of_thumb", "2", "0.0"]
+    assert float(measured) >= float(blocked) >= 0
+    assert predicted == "-"  # nothing is planned where nothing was measured
+    assert ("lm_head", "all_gather_linear") in rows
+    assert ("loss", "all_reduce") in rows
+    whole_report = (place / "whole" / "report.txt").read_text()
+    assert [whole_report.count(f"model.layers.{layer}.mlp ") for layer in (0, 1)] == [2, 2]  # forward and backward
+    assert "rule_of_thumb: 1 splits by rule of thumb, not by a plan" in whole_report
+    assert "report:  whole/report.txt" in whole.output
 
 
 def test_a_kill_loses_at_most_the_steps_since_the_checkpoint(killed, resumed):
@@ -502,13 +533,17 @@ def alone(place, *runs):
 def test_a_mesh_learns_what_one_process_does_and_another_goes_on(place):
     """Sequences that nothing divides: over 2 x 2 ranks, then one to each of two ranks that share AdamW's state."""
     settings = ("--link", "none", "--seq", 31, "--accumulate", 2, "--out", "meshed")
-    begun = train(place, *settings, "--steps", 2, "--up", 2, "--tp", 2, "--json", "meshed.json")
+    flash = ("--overlap", "flash")
+    begun = train(place, *settings, "--steps", 2, "--up", 2, "--tp", 2, "--json", "meshed.json", *flash)
     assert begun.exit_code == 0, begun.output
     assert "tiny.json on 4 ranks (up 2 x tp 2)" in begun.output
     assert json.loads((place / "meshed.json").read_text())["degrees"] == {"dp": 1, "up": 2, "tp": 2}
     more = train(place, *settings, "--steps", 4, "--dp", 2, "--shard", "gradients", "--resume")
     assert more.exit_code == 0, more.output
     assert "ranks 4 -> 2, dp 1 -> 2, up 2 -> 1, tp 2 -> 1" in more.output
+    assert "overlap flash -> auto" in more.output
+    gradients = reported(more.output, "auto")["LlamaForCausalLM", "grad_reduce_scatter"]
+    assert gradients[:4] == ["auto", "off", "small", "1"]
     want = alone(place, *(tiny(place, seq=31, accumulate=2, steps=steps) for steps in (2, 4)))
     assert [line["loss"] for line in metrics(place, "meshed")] == pytest.approx(want, rel=1e-5)
 
@@ -516,7 +551,7 @@ def test_a_mesh_learns_what_one_process_does_and_another_goes_on(place):
 def test_replicas_of_a_split_model_go_on_on_other_splits(place):
     """Four ranks as 2 x 2, then all of them replicas, then one."""
     splits = (("--dp", 2, "--tp", 2, "--shard", "gradients"), ("--dp", 4, "--shard", "parameters"))
-    settings = ("--link", "none", "--batch", 4, "--out", "splits")
+    settings = ("--link", "none", "--batch", 4, "--out", "splits", "--overlap", "flash")
     for steps, split in enumerate((*splits, ("--dp", 1, "--tp", 1)), 1):
         done = train(place, *settings, "--steps", steps, *split, *(("--resume",) if steps > 1 else ()))
         assert done.exit_code == 0, done.output
@@ -529,7 +564,11 @@ def test_the_modes_learn_the_same(place):
     done = train(place, "--compare", "--ranks", 2, "--link", link, "--steps", 4, "--out", "compared", "--accumulate", 2)
     assert done.exit_code == 0, done.output
     assert "Losses agree: over 4 steps those of slice and flash are within 1e-05 of off's." in done.output
-    for name in ("compare.json", "loss.png", "trace.json"):
+    rows = {mode: reported(done.output, mode)["model.layers.*.mlp", "mlp"] for mode in ("off", "slice", "flash")}
+    assert [taken.split()[0] for _, taken, *_ in rows.values()] == [asked for asked, *_ in rows.values()] == list(rows)
+    assert {calls for _, _, _, calls, *_ in rows.values()} == {"4"}  # two layers, two micro-batches
+    assert done.output.rindex("report of rank 0") < done.output.index("peak MB")
+    for name in ("compare.json", "loss.png", "report.txt", "trace.json"):
         assert f"compared/{name}" in done.output
     result = json.loads((place / "compared" / "compare.json").read_text())
     assert list(result) == ["schema", "model", "ranks", "degrees", "modes"]

@@ -2,7 +2,7 @@
 
     DIR/run.json                          that this folder is a training run's; written first
     DIR/config.json                       the model's configuration, as transformers reads it
-    DIR/metrics.jsonl, DIR/loss.png
+    DIR/metrics.jsonl, DIR/loss.png, DIR/report.txt
     DIR/checkpoints/step-00000050/        of torch.distributed.checkpoint, under "model" and "optimizer"
         config.json                       once more, so that a checkpoint can be taken elsewhere
         training.json                     step, seed, and what the model is

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -34,6 +35,14 @@ class Record:
     predicted_s: float | None = None
     predicted_exposed_s: float | None = None
 
+    @property
+    def outcome(self) -> tuple[str, ...]:
+        """What calls of one call site must share to be one record."""
+        return self.op, self.mode_asked, self.mode_taken, self.reason_code, self.detail
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a module's path
+
 
 @dataclass
 class Report:
@@ -43,11 +52,31 @@ class Report:
     _notes: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @staticmethod
+    def of(records: Iterable[Record], notes: Iterable[str] = ()) -> Report:
+        """A report of copies of these records, those of one call site added up, and of these notes."""
+        made = Report()
+        for record in records:
+            made.add(replace(record))
+        for note in notes:
+            made.note(note)
+        return made
+
+    def by_layer(self) -> Report:
+        """A report in which call sites that differ in numbers only, as those of layers do, are added up as one.
+
+        It is named ``layers.*.mlp``. A call site that no other has the outcome of keeps its name.
+        """
+        alike: dict[tuple[str, ...], list[Record]] = {}
+        for record in self.records:
+            alike.setdefault((_NUMBER.sub("*", record.site), *record.outcome), []).append(record)
+        named = ((site if len(records) > 1 else records[0].site, records) for (site, *_), records in alike.items())
+        return Report.of((replace(record, site=site) for site, records in named for record in records), self.notes)
+
     def add(self, record: Record) -> None:
         """Adds one call to its call site's record."""
-        key = (record.site, record.op, record.mode_asked, record.mode_taken, record.reason_code, record.detail)
         with self._lock:
-            kept = self._records.setdefault(key, record)
+            kept = self._records.setdefault((record.site, *record.outcome), record)
             if kept is not record:
                 kept.calls += record.calls
                 kept.bytes += record.bytes

@@ -37,7 +37,7 @@ class Checkpoints:
         self._folder = None if options.out is None else CheckpointFolder(options.out)
         self._options, self._configuration, self._ranks = options, configuration, ranks
         self._settings = {name: _plain(getattr(options, name)) for name in _SETTINGS}
-        self._settings |= {"ranks": ranks.count, **vars(ranks.degrees)}
+        self._settings |= {"overlap": options.mode, "ranks": ranks.count, **vars(ranks.degrees)}
 
     def begin(self, training: Training, screen: Screen) -> int:
         """Makes the folder a run's, and gives the training the state of the last checkpoint to resume from, if there

@@ -89,6 +89,7 @@ class Comparison:
         if trace is not None:
             save_trace(self._modes["flash"].training, self._ranks, options.steps, trace)
         results = [each.result for each in self._modes.values()]
+        journal.report(results)
         agree = self._conclude(results, journal)
         journal.close(results, numbers, trace)
         return agree

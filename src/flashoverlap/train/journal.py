@@ -1,4 +1,4 @@
-"""What is kept of a run, step by step: on the screen, in metrics.jsonl, in the result."""
+"""What is kept of a run, step by step: on the screen, in metrics.jsonl, in report.txt, in the result."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
 
+from ..report import Report
 from .metrics import Metrics
 from .options import Options
 from .result import ModeResult, Scale, as_json
 from .screen import Screen
 from .step import Taken
 from .stopwatch import Timed
+from .table import reported
 
 
 class Journal:
@@ -28,6 +30,7 @@ class Journal:
         self._options, self.scale, self.screen = options, scale, screen
         self._writes = screen.rank == 0
         self._metrics = Metrics(options.out, first) if options.out is not None and self._writes else None
+        self._report = None if options.out is None else options.out / "report.txt"
 
     def enter(self, result: ModeResult, number: int, timed: Timed[Taken], alone_s: float | None) -> str:
         """Enters step ``number``, counted from 0, of a mode; returns what there is to show of it.
@@ -41,6 +44,7 @@ class Journal:
         result.seconds.append(seconds)
         result.blocked.append(timed.blocked_seconds)
         result.exposed.append(exposed)
+        result.report = Report.of(timed.report, [*result.report.notes, *timed.report.notes])
         rate, mfu = self.scale.tokens / seconds, self.scale.mfu(seconds)
         if self._metrics is not None:
             self._metrics.add(
@@ -55,6 +59,20 @@ class Journal:
         """Shows a step."""
         self.screen.step(number + 1, self._options.steps, text)
 
+    def report(self, results: Sequence[ModeResult]) -> None:
+        """Shows what calls did and took in each mode's last step, layers added up; report.txt has every call site."""
+        if not self._writes:
+            return
+        pages = []
+        for result in results:
+            title = f"report of rank 0: the last step, mode {result.mode}"
+            self.screen.say("")
+            self.screen.console.print(reported(result.report.by_layer(), f"{title}; times in ms"))
+            pages.append(f"{title}\n\n{result.report}\n")
+        self.screen.say("")
+        if self._report is not None:
+            self._report.write_text("\n".join(pages), encoding="utf-8")
+
     def close(self, results: Sequence[ModeResult], numbers: Path | None, trace: Path | None) -> None:
         """Writes the result, draws the losses, and says where everything is; the trace is there already."""
         if not self._writes:
@@ -62,6 +80,6 @@ class Journal:
         if numbers is not None:
             numbers.write_text(dumps(as_json(results, self.scale), indent=1) + "\n", encoding="utf-8")
         picture = None if self._metrics is None else self._metrics.draw()
-        for what, file in (("numbers", numbers), ("losses", picture), ("trace", trace)):
+        for what, file in (("numbers", numbers), ("losses", picture), ("report", self._report), ("trace", trace)):
             if file is not None:
                 self.screen.say(f"{what + ':':9}{file}" + ("  (for ui.perfetto.dev)" if file is trace else ""))

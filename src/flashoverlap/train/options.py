@@ -49,11 +49,11 @@ class Options:
         Path | None, typer.Option(help="UTF-8 file, or folder of such. The sources of Python's library unless given.")
     ] = None
     out: Annotated[
-        Path | None, typer.Option(help="New folder for checkpoints, metrics.jsonl and loss.png. None unless given.")
+        Path | None, typer.Option(help="New folder for checkpoints, metrics and report. None unless given.")
     ] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False
     overlap: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(MODES)}. flash unless given.", metavar="MODE")
+        str | None, typer.Option(help=f"One of {', '.join(MODES)}. auto unless given.", metavar="MODE")
     ] = None
     dp: Annotated[int, count("Ranks that the sequences of a batch are spread over.")] = 1
     shard: Annotated[
@@ -146,7 +146,7 @@ class Options:
     @property
     def mode(self) -> str:
         """The mode of a plain run."""
-        return self.overlap or "flash"
+        return self.overlap or "auto"
 
     def degrees(self, ranks: int) -> Degrees:
         """How so many ranks are used.

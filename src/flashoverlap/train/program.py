@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import typer
 
-import flashoverlap.torch as fo
 from flashoverlap.train.alone import computation_alone
 from flashoverlap.train.checkpoint import Checkpoints
 from flashoverlap.train.compare import Comparison
@@ -50,7 +49,7 @@ def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen
     with screen.steps(first, options.steps):
         for number in range(first, options.steps):
             timed = ranks.stopwatch.time(lambda number=number: training.step(number))
-            screen.say_once(fo.report().notes)
+            screen.say_once(timed.report.notes)
             journal.step(number, journal.enter(result, number, timed, alone_s))
             if checkpoints.due(number + 1):
                 checkpoints.save(training, number + 1)
@@ -60,6 +59,7 @@ def train(options: Options, ranks: Ranks, text: Text, configuration: Any, screen
         result.peak_bytes = peak_bytes(training, ranks, options.steps)
     if options.trace is not None:
         save_trace(training, ranks, options.steps, options.trace)
+    journal.report([result])
     journal.close([result], options.json, options.trace)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from ..report import Report
 from .degrees import Degrees
 
 
@@ -45,6 +46,7 @@ class ModeResult:
         exposed: those seconds beyond computation alone.
         blocked: that a rank's program stood waiting.
         peak_bytes: of a forward and backward pass, on the rank that needs most; None where it was not measured.
+        report: of this rank: the calls of the last step, and the notes of all.
     """
 
     mode: str
@@ -54,6 +56,7 @@ class ModeResult:
     exposed: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
+    report: Report = field(default_factory=Report)
 
     def as_json(self, scale: Scale) -> dict[str, Any]:
         """The mode's entry: medians over its steps."""

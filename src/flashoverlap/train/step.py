@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import flashoverlap.torch as fo
 
+from ..report import placed
 from ..torch.transport import Silent, transport_of
 from .learning_rate import learning_rate
 from .options import Options
@@ -86,7 +87,8 @@ class Training:
                     loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
                 (loss / options.accumulate).backward()  # micro-batches have equally many tokens: the mean over all
             losses.append(loss.detach().float())
-        return fo.all_reduce(torch.stack(losses).mean(), group=replicas) / replicas.world_size
+        with placed("loss"):
+            return fo.all_reduce(torch.stack(losses).mean(), group=replicas) / replicas.world_size
 
     def _exchanging(self, wanted: bool) -> Any:
         """Within, gradients are exchanged between replicas if they are wanted: of the last micro-batch, for all."""

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 import flashoverlap.torch as fo
 
+from ..report import Report
+
 T = TypeVar("T")
 
 
@@ -23,11 +25,13 @@ class Timed(Generic[T]):
         value: what the call returned on this rank.
         seconds: of the slowest rank.
         blocked_seconds: that a rank's program stood waiting for a piece, by its own count; the longest.
+        report: of this rank's calls meanwhile.
     """
 
     value: T
     seconds: float
     blocked_seconds: float
+    report: Report
 
 
 class Stopwatch:
@@ -49,9 +53,11 @@ class Stopwatch:
         value = run()
         self.synchronize()
         seconds = time.perf_counter() - begin_s
-        numbers = torch.tensor([seconds, sum(record.blocked_s for record in fo.report().records)], dtype=torch.float64)
+        report = Report.of(fo.report(), fo.report().notes)  # what the ranks do next is no part of it
+        numbers = torch.tensor([seconds, sum(record.blocked_s for record in report)], dtype=torch.float64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
-        return Timed(value, *numbers.tolist())
+        slowest_s, blocked_s = numbers.tolist()
+        return Timed(value, slowest_s, blocked_s, report)
 
     def synchronize(self) -> None:
         """Waits for an accelerator; a CPU has always finished."""

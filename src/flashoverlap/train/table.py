@@ -1,4 +1,4 @@
-"""A comparison as a table."""
+"""A comparison, and a report, as tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from ..report import Report
 from .options import Options
 from .result import ModeResult, Scale, largest_difference
 
 _HEADS = (
     "mode", "detail", "first loss", "last loss", "differs", "step s", "tokens/s", "MFU", "exposed s", "blocked s",
     "peak MB",
+)  # fmt: skip
+_REPORT_HEADS = (
+    "call site", "operator", "asked", "taken", "why", "calls", "MB sent", "measured", "predicted", "blocked",
 )  # fmt: skip
 
 
@@ -40,5 +44,29 @@ def comparison(results: Sequence[ModeResult], scale: Scale, options: Options) ->
             f"{row['exposed_seconds']:.3f}",
             f"{row['blocked_seconds']:.3f}",
             "-" if result.peak_bytes is None else f"{result.peak_bytes / 1e6:.1f}",
+        )
+    return table
+
+
+def reported(report: Report, title: str) -> Table:
+    """A row a record, times in milliseconds, with the reason's code alone; on a narrow terminal names are broken.
+
+    What has run no schedule of its own, as a step's exchanges beside it, has measured nothing of its own.
+    """
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for index, head in enumerate(_REPORT_HEADS):
+        is_name = index < 5
+        table.add_column(head, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
+    for record in report:
+        times_s = (record.seconds or None, record.predicted_s, record.blocked_s)
+        table.add_row(
+            record.site,
+            record.op,
+            record.mode_asked,
+            f"{record.mode_taken} {record.detail}".rstrip(),
+            record.reason_code,
+            str(record.calls),
+            f"{record.bytes / 1e6:.1f}",
+            *("-" if each_s is None else f"{each_s * 1e3:.1f}" for each_s in times_s),
         )
     return table
