@@ -6,9 +6,11 @@ from torch import nn
 
 import flashoverlap.torch as fo
 from flashoverlap import Link, Machine, Matmul, Overlap, choice
+from flashoverlap.torch import look
 from flashoverlap.torch.data_parallel import apply
 from flashoverlap.torch.data_parallel.channels import Channels
 from flashoverlap.torch.transport import transport_of
+from flashoverlap.torch.wire import Wire, gathered
 from ranks import outcomes, run_ranks
 
 WIDTH = 24
@@ -284,3 +286,139 @@ def test_a_machine_is_measured_where_a_model_is_worth_it(monkeypatch):
     assert sorted(measured, key=lambda each: each[0]) == [
         (rank, torch.float64, 3 * WIDTH * WIDTH * 8) for rank in (0, 1)
     ]
+
+
+# --- steps that are watched -------------------------------------------------------------------------------------------
+
+WIDE = Machine(Link(1e-6, 1e9), matmul=Matmul(1e7))  # nothing is worth overlapping
+
+
+class SlowWire(Wire):
+    """A wire whose transfers take what SLOW says."""
+
+    def arrivals(self, partners, sizes):
+        gathered(self._transport, [])
+        return [SLOW.transfer_s(sizes[0]) * (place + 1) for place in range(len(sizes))]
+
+
+def watched(group, seconds):
+    """The kinds of all steps that are entered from now on; the next ones take so many ``seconds``, and then 1."""
+    drift, kinds = transport_of(group).drift, []
+    enter, script = drift.enter, iter(seconds)
+
+    def entered(kind, _):
+        kinds.append(kind)
+        enter(kind, next(script, 1.0))
+
+    drift.enter = entered
+    return kinds
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_wire_that_has_changed_is_planned_for_by_all_ranks(ranks, monkeypatch):
+    """One of them has seen its steps drift: after the first, which no plan has set, and four that show the usual."""
+    monkeypatch.setattr(look, "Wire", SlowWire)
+    starts = [stack() for _ in range(ranks)]
+
+    def one(rank, group):
+        fo.use_machine(group, WIDE)
+        watched(group, [1.0] * 4 + [3.0 if rank == 1 else 1.0] * 3)
+        model, found = apply(starts[rank], None, group, small_bytes=0), []
+        for _ in range(12):
+            steps(model, rank, 1)
+            found.append((model._engine.account.mode, transport_of(group).machine))
+        return found
+
+    found = run_ranks(ranks, one)
+    assert all(theirs == found[0] for theirs in found)
+    taken, machines = zip(*found[0], strict=True)
+    assert taken == ("off",) * 8 + ("flash",) * 4  # told at the end of the ninth
+    assert machines[:8] == (WIDE,) * 8
+    assert len(set(machines[8:])) == 1
+    assert machines[8].link.bytes_per_s == pytest.approx(1e6, rel=0.01)
+    said = "a transfer takes 1e+03 times as long as before; planned anew from the next step on"
+    assert fo.report().notes == (f"data_parallel, Sequential: {said}",) * ranks
+    assert modes(fo.report().records)["step"] == [("off", "plain"), ("flash", "planned")]
+
+
+def test_steps_of_other_sizes_are_of_another_kind():
+    def one(rank, group):
+        fo.use_machine(group, WIDE)
+        model = apply(stack(), None, group, small_bytes=0)
+        kinds = watched(group, ())
+        steps(model, rank)  # the first of them is not entered
+        steps(model, rank, 1, tokens=16)
+        x = torch.ones(8, WIDTH, dtype=torch.float64)
+        (model(x) + model(x)).sum().backward()
+        with model.no_sync():
+            for _ in range(2):
+                model(x).sum().backward()
+        model(x).sum().backward()
+        model[0].weight.requires_grad_(False)
+        model(x).sum().backward()
+        model[0].weight.requires_grad_(True)
+        steps(model, rank, 2)
+        return [kinds.index(kind) for kind in kinds]
+
+    # after two that are alike: other tokens, two forwards, three micro-batches, less that moves; as at first
+    assert run_ranks(2, one) == [[0, 0, 2, 3, 4, 5, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("overlap", [Overlap("flash"), Overlap("off"), Overlap(pattern="ring")])
+def test_what_no_plan_may_change_is_not_watched(overlap):
+    def one(rank, group):
+        fo.use_machine(group, WIDE)
+        kinds, drift = watched(group, ()), transport_of(group).drift
+        drift.wants_look = True  # operators have drifted
+        steps(apply(stack(), None, group, overlap=overlap, small_bytes=0), rank)
+        return kinds, drift.wants_look
+
+    assert run_ranks(2, one) == [([], True)] * 2
+
+
+@pytest.mark.parametrize("overlap", [Overlap(), Overlap("flash")])
+def test_being_watched_costs_no_message(overlap):
+    def one(rank, group):
+        fo.use_machine(group, SLOW)
+        model = apply(stack(), None, group, overlap=overlap, small_bytes=0)
+        steps(model, rank, 2)
+        transports = transport_of(group), model._engine.channels.reduce
+        before = [transport.calls for transport in transports]
+        steps(model, rank, 5)
+        return [transport.calls - calls for transport, calls in zip(transports, before, strict=True)]
+
+    assert run_ranks(2, one) == [[0, 5]] * 2
+
+
+@pytest.mark.parametrize("why", ["an error", "another operator"])
+def test_a_rank_that_cannot_look_ends_the_step_of_all(why, monkeypatch):
+    """And all go on with the next one, without a machine: the group's transport is given up."""
+
+    def blind(transport, *_):
+        if transport.rank == 1:
+            raise RuntimeError("an error")
+        return gathered(transport, [1.0])
+
+    if why == "an error":
+        monkeypatch.setattr(look, "times_as_long", blind)
+
+    def one(rank, group):
+        fo.use_machine(group, WIDE)
+        model = apply(stack(), None, group, small_bytes=0)
+        steps(model, rank, 1)
+        transport = transport_of(group)
+        transport.drift.wants_look = True
+        if why == "another operator" and rank == 1:
+            transport.busy.acquire()  # of a second thread
+        with pytest.raises(RuntimeError) as caught:
+            steps(model, rank, 1)
+        steps(model, rank, 1)
+        return caught.value, transport.failed, model._engine.account._predicted
+
+    found = run_ranks(3, one, timeout_s=10.0)
+    errors, failed, predicted = zip(*found, strict=True)
+    assert all(failed)
+    assert predicted == (None,) * 3
+    assert type(errors[1]) is RuntimeError
+    assert ("an operator is running on this group" if why == "another operator" else why) in str(errors[1])
+    assert all(isinstance(error, fo.PeerError) and "rank 1" in str(error) for error in (errors[0], errors[2]))

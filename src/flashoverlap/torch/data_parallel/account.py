@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from ...overlap import Overlap
@@ -31,10 +31,11 @@ class Account:
     Attributes:
         mode: what is taken: in mode "auto" flash, by rule of thumb, until something else is known.
         pattern: of the exchanges.
+        last: kind and seconds of the last step; None where no plan speaks of it.
     """
 
     def __init__(self, site: str, overlap: Overlap, ranks: int) -> None:
-        self._site, self._overlap = site, overlap
+        self.site, self._overlap = site, overlap
         self.mode = "flash" if overlap.mode == "auto" else overlap.mode
         self.pattern = "collective" if self.mode == "collective" else overlap.pattern
         self._code, self._why = "asked", _WHY[overlap.mode]
@@ -46,6 +47,8 @@ class Account:
         self._predicted: tuple[float, float] | None = None
         self._costs: dict[str, tuple[int, float]] = {}
         self._seconds = 0.0
+        self._parts = 0  # that have been timed since the last step, those of other micro-batches too
+        self.last: tuple[Hashable, float] | None = None
 
     @property
     def overlaps(self) -> bool:
@@ -76,6 +79,7 @@ class Account:
     def took(self, start_s: float) -> None:
         """A part of the step began then, by time.perf_counter, and ends now."""
         self._seconds += time.perf_counter() - start_s
+        self._parts += 1
 
     def add(self, op: str, outcome: Outcome) -> None:
         """Adds what one exchange cost."""
@@ -91,9 +95,15 @@ class Account:
         asked, detail = self._overlap.mode, self.pattern + self._splits if self.overlaps else ""
         if self._predicted is not None:
             why = f"forward, backward and exchanges as a whole: {self._why}"
-            head = Record(self._site, "step", asked, self.mode, self._code, why, detail, 1)
+            head = Record(self.site, "step", asked, self.mode, self._code, why, detail, 1)
             head.seconds, (head.predicted_s, head.predicted_exposed_s) = self._seconds, self._predicted
             REPORT.add(head)
+        self.last = None if self._predicted is None else (self._kind(detail), self._seconds)
         for op, (moved, blocked_s) in self._costs.items():
-            REPORT.add(Record(self._site, op, asked, self.mode, self._code, self._why, detail, 1, moved, blocked_s))
-        self._costs, self._seconds = {}, 0.0
+            REPORT.add(Record(self.site, op, asked, self.mode, self._code, self._why, detail, 1, moved, blocked_s))
+        self._costs, self._seconds, self._parts = {}, 0.0, 0
+
+    def _kind(self, detail: str) -> Hashable:
+        """What steps have in common that should take equally long."""
+        moved = sorted((op, moved) for op, (moved, _) in self._costs.items())
+        return id(self), self.mode, detail, self._parts, *moved

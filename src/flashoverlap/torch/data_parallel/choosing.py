@@ -5,6 +5,10 @@ where the group has come by another machine since, by a calibration or a look at
 agreed on, and nothing is in flight: the next step may take another mode and other splits. All ranks are there, whatever
 they have left out. They plan with the most tokens that any of them has, so that each finds the same. Machines change on
 all ranks at the same call.
+
+[Note: watched] The seconds of each step that was planned in mode "auto" go to the Drift of the group, beside those of
+its operators. That a rank wants a look at the wire goes along with what all tell each other at the end of the next
+backward (:meth:`Channels.alike`), so watching costs no message; there all look, and plan anew if there is cause.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ class Choosing:
         self._shard, self._overlap = shard, overlap
         self._fixed = channels.world_size == 1 or overlap.pattern != "direct"
         self._parts = {unit: len(unit.parts) for unit in self._units}  # where exchanges overlap, as memory allows
+        channels.watched = overlap.mode == "auto" and not self._fixed  # [Note: watched]
         self._decided = False
         self._machine: Machine | None = None  # that was planned with
 
@@ -52,6 +57,7 @@ class Choosing:
         Args:
             order: in which the units' gradients were ready, first to last.
         """
+        self._watch()
         known = None if self._fixed else self._channels.machine
         if self._fixed or (self._decided and known in (None, self._machine)):
             if known is None:  # the mode stays, and nothing is said of it any more
@@ -72,6 +78,15 @@ class Choosing:
             self._plan(units, nbytes, known)
         elif left_open and not self._overlap.splits and nbytes < choice.WORTH_BYTES:
             self._account.take("off", "small", f"{nbytes} bytes are too few to overlap without a plan")
+
+    def _watch(self) -> None:
+        """Enters the step that ends here, and looks at the wire where a rank wishes ([Note: watched])."""
+        drift = self._channels.drift if self._channels.watched else None
+        if drift is not None and self._account.last is not None:
+            kind, seconds = self._account.last
+            drift.enter((kind, *(unit.tokens for unit in self._units)), seconds)
+        if found := self._channels.look():
+            REPORT.note(f"data_parallel, {self._account.site}: {found}; planned anew from the next step on")
 
     def _trained(self, units: Sequence[Unit]) -> dict[Unit, Layer]:
         """Those units that want gradients, with the tokens of the rank that has most."""
