@@ -182,6 +182,33 @@ def raises(rank):
     survive(call)
 
 
+def in_flight(rank):
+    """Posts a large transfer to the next rank; the ticket of the one from the last rank, and where it comes."""
+    send, recv = torch.full((1 << 20,), float(rank)), torch.empty(1 << 20)
+    _, arriving = transport_of(dist.group.WORLD).post(send, (rank + 1) % 3, recv, (rank - 1) % 3)
+    return arriving, recv
+
+
+def raises_in_flight(rank):
+    """With a transfer that nobody takes part in."""
+    call()
+    if rank == 1:
+        in_flight(rank)
+        raise ZeroDivisionError("a mistake of the user's")
+    survive(call)
+
+
+def leaves_in_flight(rank):
+    """What is in flight at the end of a process arrives, however late the others are."""
+    call()
+    if rank == 1:
+        time.sleep(1.0)
+    arriving, recv = in_flight(rank)
+    if rank == 1:
+        arriving.wait()
+        assert bool((recv == 0.0).all())
+
+
 def leaves(rank):
     for _ in range(3):
         call(grad=True).sum().backward()
@@ -318,6 +345,7 @@ if __name__ == "__main__":
     import torch.distributed as dist
 
     import flashoverlap.torch as fo
+    from flashoverlap.torch.transport import transport_of
 
     torch.set_num_threads(1)
     gc.freeze()  # forked ranks need not copy what their collector would only look at

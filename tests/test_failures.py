@@ -18,9 +18,18 @@ DEATHS = {
     "dies_before_backward": 7,
     "dies_in_backward": 7,
     "raises": 1,
+    "raises_in_flight": 1,
 }
 STALLS = ["stalls_first", "stalls", "stalls_in_flight"]
-PEACEFUL = ["leaves", "leaves_tidily", "begins_anew", "subgroups", "checked_backend", "on_device_transport"]
+PEACEFUL = [
+    "leaves",
+    "leaves_tidily",
+    "leaves_in_flight",
+    "begins_anew",
+    "subgroups",
+    "checked_backend",
+    "on_device_transport",
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,17 @@ meanwhile probes the peer with a message that nobody will take: to a peer that i
 
 [Note: hanging up] Letting go of a gloo group closes nothing while a thread still waits in it. But gloo closes all
 connections of a group as soon as a wait in it expires. So whoever gives up waits a millisecond for what never comes.
+
+[Note: the end of a process] A thread that still waits in gloo when the interpreter ends takes the process down with
+SIGABRT. Yet a program may well end with something in flight, as new parameters are after the last step of an optimizer.
+So the end waits for it as long as anything still arrives, and hangs up on the rest; at once after an error.
 """
 
 from __future__ import annotations
 
+import atexit
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -43,6 +49,8 @@ from .transport import CARD_BYTES, DONE
 # 3 is that of lastwords.py
 _DATA_TAG, _PROBE_TAG, _NEVER_TAG, _CARD_TAG, _CARD_TAGS = 1, 2, 4, 16, 1 << 30
 _PROBE_S = 0.1
+_PATIENCE_S = 10.0  # at the end of the process, for the next transfer to be over
+_LIVE: weakref.WeakSet[Gloo] = weakref.WeakSet()
 
 
 class _State:
@@ -51,6 +59,7 @@ class _State:
     def __init__(self, words: LastWords) -> None:
         self.error: PeerError | None = None
         self.words = words
+        self.completed = 0  # transfers of all threads
         self._lock = threading.Lock()
 
     def fail(self, message: str, error: BaseException, peer: int | None = None) -> None:
@@ -88,6 +97,7 @@ class _Transfer:
                 assert self.work is not None
                 self.work.wait()
                 self.done_s = time.monotonic()
+                self._state.completed += 1
                 self.work = self.start = self.after = None  # and what they hold
         except Exception as error:
             if self.peer is None:
@@ -169,6 +179,8 @@ class Gloo(Planned):
         self._last_sent: Any = DONE
         self._threads: dict[str, _Waiter] = {}
         self._finalizer = weakref.finalize(self, _close, self._threads)
+        self._finalizer.atexit = False
+        _LIVE.add(self)
 
     @property
     def failed(self) -> bool:
@@ -262,6 +274,24 @@ class Gloo(Planned):
         """Tells the peers and closes the private groups; see :class:`~flashoverlap.torch.transport.Transport`."""
         self._give_up("the call was broken off", error)
 
+    def end(self, patience_s: float) -> None:
+        """Ends the threads ([Note: the end of a process]): no transfer may be over for so long."""
+        threads = [waiter.thread for waiter in self._threads.values()]
+        for waiter in self._threads.values():
+            waiter.put(None)
+        seen, since_s = self._state.completed, time.monotonic()
+        while any(thread.is_alive() for thread in threads) and not self.failed:
+            for thread in threads:
+                thread.join(_PROBE_S / len(threads))
+            if self._state.completed != seen:
+                seen, since_s = self._state.completed, time.monotonic()
+            elif time.monotonic() - since_s > patience_s:
+                self._give_up("its process ends", PeerError("before these transfers are over"))
+            else:
+                self._probe(None)
+        for thread in threads:
+            thread.join(1.0)
+
     def _transfer(self, peer: int | None, name: str) -> _Transfer:
         return _Transfer(self._state, self._probe, peer, name)
 
@@ -291,6 +321,12 @@ class Gloo(Planned):
                     group.recv([self._byte], other, _NEVER_TAG).wait(timedelta(milliseconds=1))
             _close(self._threads)
         return self._state.error
+
+
+@atexit.register
+def _end() -> None:
+    for transport in list(_LIVE):
+        transport.end(0.0 if getattr(sys, "last_value", None) is not None else _PATIENCE_S)
 
 
 def _close(threads: dict[str, _Waiter]) -> None:
