@@ -24,7 +24,7 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -35,7 +35,7 @@ import torch
 from flashoverlap.bench.candidates import Candidate as Run
 from flashoverlap.bench.candidates import candidates
 from flashoverlap.bench.options import Options
-from flashoverlap.bench.predicted import agreement
+from flashoverlap.bench.predicted import agreement, measured
 from flashoverlap.bench.shapes import AttentionShape, BlockShape, MlpShape, StackShape, UlyssesShape
 from flashoverlap.bench.summary import Candidate, Part
 
@@ -202,37 +202,26 @@ def measure(folder: Path) -> None:
     """One rank: runs the workload as the bench does, and calibrates now and then."""
     import torch.distributed as dist
 
-    import flashoverlap.torch as fo
     from flashoverlap.bench.measure import Bench
 
     class Predicting(Bench):
         """Calibrates now and then, after which each candidate runs once untimed, since its calls are planned anew."""
 
-        unplanned: frozenset[int] = frozenset()
-
-        def _round(self, visit: Callable[[int], None], first: int) -> None:
+        def before_round(self, number: int) -> None:
             every = -(-self._options.repeats // CALIBRATIONS)
-            warm = self.agreement_s > 0  # which is told after the round that warms up
-            if visit == self._timed and warm and first % every == 0:
-                fo.calibrate(self._group, nodes=nodes, folder=folder / f"machines{rank}", anew=True)
+            if number % every == 0:
+                measured(options, self._group, folder)
                 self.agreement_s = agreement(self._group, self._barrier)
-                self.unplanned = frozenset(range(len(self.parts)))
-            super()._round(visit, first)
+                self._round(self._untimed, number)
 
-        def _timed(self, index: int) -> None:
-            if index in self.unplanned:
-                self.unplanned -= {index}
-                self._contestants[index].run(self._grad)
-                self._contestants[index].clear()
-                self._barrier()
-            super()._timed(index)
+        def _untimed(self, index: int) -> None:
+            self._contestants[index].run(self._grad)
 
     options = Options.from_json((folder / "options.json").read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     control, rank = dist.new_group(backend="gloo"), dist.get_rank()
-    nodes = options.ranks_of_nodes if options.nodes > 1 else None  # all are on one host
-    fo.calibrate(dist.group.WORLD, nodes=nodes, folder=folder / f"machines{rank}", anew=True)
+    measured(options, dist.group.WORLD, folder)
     bench = Predicting(options, list(timed_of(options)), dist.group.WORLD, lambda: dist.barrier(group=control))
     parts = [asdict(part) for part in bench.run()]
     (folder / f"rank{rank}.json").write_text(json.dumps({"parts": parts}), encoding="utf-8")

@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "flashoverlap"
 # The level of every file, once. A folder's name stands for all files in it, unless a file of it is named itself. Imports
 # go down; inside one level they stay in one folder (or between a folder and those in it) and make no circle.
 LEVELS = {
-    0: "schedule flow matmul rounds pieces machine drift trace overlap spec costs architectures step_spec",  # pure Python, no torch
+    0: "schedule flow matmul rounds pieces machine drift trace overlap spec costs architectures step_spec uncollected",  # pure Python, no torch
     1: "patterns all_to_all deferred verify simulate simulated_rank standstill alike uplinks bursts workload wire_bound report lab machine_file checkpoint_folder step",
     2: "candidate cut plan choice step_plan cluster __init__",
     3: "torch",  # transports, execution, pieces: all of torch/ that is not named below

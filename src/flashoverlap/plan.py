@@ -7,10 +7,8 @@ where rows are few, the same with pieces cut along features, if the operator can
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
@@ -21,6 +19,7 @@ from .machine import Machine
 from .overlap import MODES, Overlap
 from .schedule import Schedule
 from .simulate import simulate
+from .uncollected import uncollected
 
 Sizes = tuple[tuple[str, int | tuple[int, ...]], ...]
 
@@ -148,34 +147,20 @@ def plan(
     """
     if not isinstance(machine, Machine) or not isinstance(overlap, Overlap):
         raise TypeError(f"{op}: a Machine and an Overlap are needed, not {machine!r} and {overlap!r}")
-    for name, value in (("ranks", ranks), *shape.items()):
-        if not (_is_whole(value) or (name == "ranks" and value is None)):
-            raise ValueError(f"{op}: {name} must be a whole number, not {value!r}")
+    if not (ranks is None or isinstance(ranks, int)):
+        raise ValueError(f"{op}: ranks must be a whole number, not {ranks!r}")
     count = sum(machine.nodes) or len(machine.links) if ranks is None else ranks
-    sizes = tuple(sorted((name, _frozen(value)) for name, value in shape.items()))
+    sizes = tuple(sorted((name, _frozen(op, name, value)) for name, value in shape.items()))
     return _plan(op, sizes, machine, count, dtype, overlap)
 
 
-def _is_whole(value: object) -> bool:
-    """Whether it is a whole number, or a sequence of such."""
-    each = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-    return all(isinstance(one, int) for one in each)
-
-
-def _frozen(value: int | Sequence[int]) -> int | tuple[int, ...]:
-    return value if isinstance(value, int) else tuple(value)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Within, no garbage is looked for: a replay leaves none, and a look at all of a process can take longer."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _frozen(op: str, name: str, value: object) -> int | tuple[int, ...]:
+    """A size, which is a whole number or a sequence of such."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, Sequence) and all(isinstance(each, int) for each in value):
+        return tuple(value)
+    raise ValueError(f"{op}: {name} must be a whole number, not {value!r}")
 
 
 @lru_cache(maxsize=1024)
@@ -192,7 +177,7 @@ def _plan(op: str, sizes: Sizes, machine: Machine, ranks: int, dtype: str, overl
         raise ValueError(f"{op}: dtype must be one of {', '.join(ITEMSIZE)}, not {dtype!r}")
     machine.check_ranks(ranks)
     itemsizes = ITEMSIZE[dtype], max(ITEMSIZE[dtype], ITEMSIZE[overlap.accumulate_dtype])
-    with _uncollected():
+    with uncollected():  # replays leave no garbage
         return _Planner(op, cuts_of(op, shape, total, ranks, machine, itemsizes), overlap).plan()
 
 
@@ -274,16 +259,24 @@ class _Planner:
 
     def explore_all(self, cut: Cut, search: _Search) -> None:
         """The candidate of each family that makes no parts, and then more parts, of the fastest family first."""
-        least = cache(partial(cut.least_s, compute_s=self.compute_s))
+        least, messages = cache(partial(cut.least_s, compute_s=self.compute_s)), cut.messages()
         known = [each for each in families(self.overlap, cut.pieces, cut.orders(self.overlap), cut.along) if each]
         for family in known:
             if family[0].splits == 1:
-                self.explore(cut, family[:1], search, least)
+                self.explore(cut, family[:1], search, least, messages)
         for family in sorted(known, key=lambda each: min(search.seconds_by_parts(each[0]).values(), default=0.0)):
-            self.explore(cut, family, search, least)
+            self.explore(cut, family, search, least, messages)
 
-    def explore(self, cut: Cut, family: Sequence[Candidate], search: _Search, least: Callable[[int], float]) -> None:
-        """Simulates more and more parts, as long as more could be taken; ``least`` seconds are needed for so many.
+    def explore(
+        self,
+        cut: Cut,
+        family: Sequence[Candidate],
+        search: _Search,
+        least: Callable[[int], float],
+        messages: int,
+    ) -> None:
+        """Simulates more and more parts, as long as more could be taken; ``least`` seconds are needed for so many, and
+        one makes so many ``messages``.
 
         Each part more costs a message and a kernel call, so after one that is clearly worse than one before it none is
         better. And twice as many save half of what the last ones saved: what the last two numbers of parts differ by
@@ -292,7 +285,6 @@ class _Planner:
         on = cut.machine
         # where small transfers were measured to go at a rate of their own, no number of parts tells of another
         steady = not any(link.sizes for link in (on.link, *on.links, *([on.uplink] if on.uplink else [])))
-        messages = cut.messages()
         for at, each in enumerate(family):
             by_parts = search.seconds_by_parts(each)
             if each.splits in by_parts:

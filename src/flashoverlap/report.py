@@ -36,6 +36,11 @@ class Record:
     predicted_exposed_s: float | None = None
 
     @property
+    def taken(self) -> str:
+        """What was run, in words."""
+        return f"{self.mode_taken} {self.detail}".rstrip()
+
+    @property
     def outcome(self) -> tuple[str, ...]:
         """What calls of one call site must share to be one record."""
         return self.op, self.mode_asked, self.mode_taken, self.reason_code, self.detail
@@ -124,7 +129,7 @@ class Report:
                 r.site,
                 r.op,
                 r.mode_asked,
-                f"{r.mode_taken} {r.detail}".rstrip(),
+                r.taken,
                 str(r.calls),
                 f"{r.bytes / 1e6:.1f}",
                 f"{r.seconds * 1e3:.1f}",

@@ -16,7 +16,9 @@ import flashoverlap.torch as fo
 from ..live_bytes import LiveBytes
 from ..report import Record
 from ..torch.staging import Staging
+from ..torch.transport import transport_of
 from ..trace import Span
+from ..uncollected import uncollected
 from .candidates import Candidate
 from .case import Case, case_of
 from .contestant import Contestant, silent
@@ -67,14 +69,19 @@ class Bench:
             self._round(self._timed, number)
         for part in self.parts:
             part.begin()
-        self.agreement_s = agreement(self._group, self._barrier)
         for number in range(self._options.repeats):
+            self.before_round(number)
             self._round(self._timed, number)
         for number in range(_TAIL_ROUNDS):
             self._round(self._tailed, number)
         self._round(self._weighed, 0)
         self._round(self._checked, 0)
         return self.parts
+
+    def before_round(self, number: int) -> None:
+        """Before a round by the clock; the first finds out what it costs to agree, if there are plans to add it to."""
+        if number == 0 and transport_of(self._group).machine is not None:
+            self.agreement_s = agreement(self._group, self._barrier)
 
     def traces(self) -> dict[int, list[Span]]:
         """The spans of one further run of each candidate of mode flash, by its place among the candidates."""
@@ -96,15 +103,12 @@ class Bench:
         """Visits every candidate once, each after a barrier, beginning with another one in each round."""
         count = len(self._candidates)
         gc.collect()
-        gc.disable()  # a collection would fall into some candidate's time
-        try:
+        with uncollected():  # a collection would fall into some candidate's time
             for place in range(count):
                 index = (first + place) % count
                 self._contestants[index].clear()
                 self._barrier()
                 visit(index)
-        finally:
-            gc.enable()
 
     def _timed(self, index: int) -> None:
         """Runs a candidate by the clock; what several passes took is shared out among them."""
@@ -197,7 +201,7 @@ class Bench:
 
 def _taken(record: Record) -> str:
     """What a call site ran, with its mode where that was left open."""
-    return f"{record.mode_taken} {record.detail}".strip() if record.mode_asked == "auto" else record.detail
+    return record.taken if record.mode_asked == "auto" else record.detail
 
 
 def _contestant(candidate: Candidate, case: Case, group: Any) -> Contestant:

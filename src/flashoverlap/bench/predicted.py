@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
 from ..report import Record
+from ..torch import calibrate
 from ..torch.transport import transport_of
 from ..torch.wire import gathered
 from ..torch.work import product_of
+from .options import Options
 
 _ROUNDS = 51
 
@@ -45,6 +48,15 @@ def said(records: Sequence[Record], passes: int, agreements: int, agreement_s: f
     if not told or None in told:
         return Said(None, in_calls_s)
     return Said((sum(filter(None, told)) + agreements * agreement_s) / passes, in_calls_s)
+
+
+def measured(options: Options, group: Any, directory: Path) -> None:
+    """Measures the machine that plans of the group go by, anew, and keeps it in the directory, not in the user's cache.
+
+    All ranks are on one host, where nobody could see the nodes. Collective.
+    """
+    nodes, folder = options.ranks_of_nodes if options.nodes > 1 else None, directory / f"machines{group.rank()}"
+    calibrate(group, dtype=getattr(torch, options.dtype), nodes=nodes, folder=folder, anew=True)
 
 
 def agreement(group: Any, barrier: Callable[[], object]) -> float:

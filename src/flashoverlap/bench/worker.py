@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..torch import calibrate
 from .candidates import candidates
 from .measure import Bench
 from .options import Options
+from .predicted import measured
 
 
 def main(directory: Path) -> None:
@@ -29,9 +29,7 @@ def main(directory: Path) -> None:
         control: Any = dist.new_group(backend="gloo")
         assert dist.group.WORLD is not None
         if options.ranks > 1:  # so that what is measured stands beside what is predicted
-            nodes = options.ranks_of_nodes if options.nodes > 1 else None  # on one host, where nobody could see them
-            dtype, folder = getattr(torch, options.dtype), directory / f"machines{dist.get_rank()}"
-            calibrate(dist.group.WORLD, dtype=dtype, nodes=nodes, folder=folder, anew=True)
+            measured(options, dist.group.WORLD, directory)
         bench = Bench(options, candidates(options), dist.group.WORLD, lambda: dist.barrier(group=control))
         parts = bench.run()
         spans = bench.traces() if options.trace else {}

@@ -86,8 +86,8 @@ def _rank(dtype: str, folder: Path | None, json: Path | None) -> None:
         if dist.get_rank() == 0:
             _show(machine)
             if json is not None:
-                about = place(transport_of(dist.group.WORLD, like=torch.empty(0, device=device)), kind, device)
-                write(json, machine, {**about, "hosts": [hosts.index(host) for host in hosts], "nodes": nodes})
+                transport = transport_of(dist.group.WORLD, like=torch.empty(0, device=device))
+                write(json, machine, place(transport, kind, device, hosts, nodes))
     finally:
         dist.destroy_process_group()
 

@@ -171,8 +171,7 @@ class Calibration:
         nodes = _nodes(hosts) if nodes is None else tuple(nodes)
         self._nodes = nodes if len(nodes) > 1 and max(nodes) > 1 else ()  # else no ranks share a wire
         self._writes = folders.index(folders[transport.rank]) == transport.rank  # one rank a folder
-        about = machine_cache.place(transport, dtype, device)
-        self._about = {**about, "hosts": [hosts.index(host) for host in hosts], "nodes": list(self._nodes)}
+        self._about = machine_cache.place(transport, dtype, device, hosts, self._nodes)
 
     @property
     def _path(self) -> Path:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,8 +45,10 @@ def folder_number(folder: Path) -> float:
     return -1.0
 
 
-def place(transport: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What a machine depends on, as far as this rank can know it, as plain JSON."""
+def place(
+    transport: Any, dtype: torch.dtype, device: torch.device, hosts: Sequence[float], nodes: Sequence[int]
+) -> dict[str, Any]:
+    """What a machine depends on, as plain JSON; ``hosts`` are the numbers of all ranks' hosts."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "host": platform.node(),
@@ -59,6 +61,8 @@ def place(transport: Any, dtype: torch.dtype, device: torch.device) -> dict[str,
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "flashoverlap": __version__,
+        "hosts": [hosts.index(host) for host in hosts],
+        "nodes": list(nodes),
     }
 
 

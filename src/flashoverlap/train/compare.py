@@ -17,6 +17,7 @@ import torch
 
 import flashoverlap.torch as fo
 
+from ..uncollected import uncollected
 from .alone import compute_alone
 from .flops import measured_again, scale_of
 from .inspection import peak_bytes, save_trace
@@ -130,13 +131,10 @@ class Comparison:
         order = order[number % len(order) :] + order[: number % len(order)]
         timed: dict[str, Timed[Taken]] = {}
         gc.collect()
-        gc.disable()  # a collection would fall into some mode's time
-        try:
+        with uncollected():  # a collection would fall into some mode's time
             for mode in order:
                 training = every[mode]
                 timed[mode] = self._ranks.stopwatch.time(lambda training=training: training.step(number))
-        finally:
-            gc.enable()
         told = []
         for mode, each in self._modes.items():
             journal.enter(each.result, number, timed[mode], timed["compute"].seconds)

@@ -63,7 +63,7 @@ def reported(report: Report, title: str) -> Table:
             record.site,
             record.op,
             record.mode_asked,
-            f"{record.mode_taken} {record.detail}".rstrip(),
+            record.taken,
             record.reason_code,
             str(record.calls),
             f"{record.bytes / 1e6:.1f}",
